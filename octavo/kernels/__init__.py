@@ -1,0 +1,41 @@
+"""The operators that the model is made of. Importing this package registers all of them."""
+
+from __future__ import annotations
+
+from octavo.kernels.attend import attend, commit_window
+from octavo.kernels.engram import engram_gate, engram_hash, engram_lookup
+from octavo.kernels.experts import combine, experts, shared_expert
+from octavo.kernels.linear import grouped_linear, linear, linear_f8, linear_f32
+from octavo.kernels.mhc import mhc_collapse, mhc_expand, mhc_mix, stream_mean
+from octavo.kernels.norm import rms_norm
+from octavo.kernels.operator import OPERATORS
+from octavo.kernels.publish import publish
+from octavo.kernels.rope import index_query, rotate, window_latent
+from octavo.kernels.select import select, select_candidates
+
+__all__ = [
+    "OPERATORS",
+    "attend",
+    "combine",
+    "commit_window",
+    "engram_gate",
+    "engram_hash",
+    "engram_lookup",
+    "experts",
+    "grouped_linear",
+    "index_query",
+    "linear",
+    "linear_f8",
+    "linear_f32",
+    "mhc_collapse",
+    "mhc_expand",
+    "mhc_mix",
+    "publish",
+    "rms_norm",
+    "rotate",
+    "select",
+    "select_candidates",
+    "shared_expert",
+    "stream_mean",
+    "window_latent",
+]
