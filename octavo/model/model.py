@@ -1,0 +1,48 @@
+"""The whole text model: prelude, body, epilogue, and the names that the checkpoint knows its parameters by."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from octavo import kernels
+from octavo.model.body import Body
+from octavo.model.config import ModelConfig
+from octavo.model.prelude import Embedding
+from octavo.model.weights import LinearF32
+
+
+class Model(nn.Module):
+    """Embedding, body and head on one device. Engram tables live beside it (``octavo.model.prelude``).
+
+    ``experts`` is the range of routed experts to hold, all of them by default; the router always knows all.
+    Parameters are uninitialised: load or randomise them.
+    """
+
+    def __init__(self, config: ModelConfig, experts: range | None = None) -> None:
+        super().__init__()
+        text = config.text_config
+        self.config = config
+        self.experts = experts if experts is not None else range(text.n_routed_experts)
+        self.embed = Embedding(text)
+        self.body = Body(config, self.experts)
+        self.head = LinearF32(text.vocab_size, text.hidden_size)
+
+    def official_parameters(self) -> dict[str, Tensor]:
+        """Parameters by official tensor name; expert stacks carry the name without the expert number."""
+        return {name.removeprefix("body."): tensor for name, tensor in self.named_parameters()}
+
+    def logits(self, hidden: Tensor, last: Tensor) -> Tensor:
+        """Epilogue: hidden [R, D], last [n] int64 rows to sample from -> logits [n, vocabulary] F32."""
+        return kernels.linear_f32(hidden.index_select(0, last), self.head.weight)
+
+
+def resident_bytes(model: Model) -> int:
+    """Bytes of all parameters, also of a model on the meta device."""
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def empty_model(config: ModelConfig, device: torch.device, experts: range | None = None) -> Model:
+    """A model with uninitialised parameters on ``device``."""
+    with torch.device(device):
+        return Model(config, experts)

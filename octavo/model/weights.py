@@ -1,0 +1,68 @@
+"""Holders of parameters, named as in the official checkpoint; one small module per storage class.
+
+Weights keep their storage type (F8 codes, packed F4 codes, scale bytes); only what the model multiplies in F32
+(head, router, ratio-2 compressor) is promoted on loading (spec/model.md 2).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from octavo import kernels
+from octavo.model.config import SCALE_BLOCK
+
+
+def parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+
+
+class Weight(nn.Module):
+    """A bare ``weight`` (norms, tables); the operator that uses it takes the tensor."""
+
+    def __init__(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.weight = parameter(*shape, dtype=dtype)
+
+
+class Linear(Weight):
+    """Unquantised BF16 matrix [out, in]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return kernels.linear(x, self.weight)
+
+
+class LinearF32(Weight):
+    """Matrix [out, in] stored BF16, used as F32."""
+
+    def __init__(self, outputs: int, inputs: int) -> None:
+        super().__init__(outputs, inputs, dtype=torch.float32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return kernels.linear_f32(x, self.weight)
+
+
+class TiledWeight(nn.Module):
+    """F8 matrix [out, in] with one scale byte for each 32 x 32 tile."""
+
+    def __init__(self, outputs: int, inputs: int) -> None:
+        super().__init__()
+        tiles = (-(-outputs // SCALE_BLOCK), -(-inputs // SCALE_BLOCK))
+        self.weight = parameter(outputs, inputs, dtype=torch.float8_e4m3fn)
+        self.scale = parameter(*tiles, dtype=torch.uint8)
+
+
+class LinearF8(TiledWeight):
+    """F8 matrix applied to Q8-quantised rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return kernels.linear_f8(x, self.weight, self.scale)
+
+
+class PackedExperts(nn.Module):
+    """The same F4 matrix of all resident experts: weight [n, out, in / 2], scale [n, out, in / 32], uint8."""
+
+    def __init__(self, count: int, outputs: int, inputs: int) -> None:
+        super().__init__()
+        self.weight = parameter(count, outputs, inputs // 2, dtype=torch.uint8)
+        self.scale = parameter(count, outputs, inputs // SCALE_BLOCK, dtype=torch.uint8)

@@ -1,0 +1,135 @@
+"""From a config to a model that can run: device, memory check, weights, Engram tables, tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import tokenizers
+import torch
+
+from octavo.errors import OctavoError, UsageError
+from octavo.kernels.paging import PAGE_TOKENS
+from octavo.model.checkpoint import Checkpoint
+from octavo.model.config import SCALE_BLOCK, ModelConfig, TextConfig
+from octavo.model.loading import load_parameters
+from octavo.model.memory import check_memory
+from octavo.model.model import Model, empty_model, resident_bytes
+from octavo.model.packaged import packaged_file
+from octavo.model.prelude import EngramTable, EngramTables
+from octavo.model.presets import cut_layers, preset
+from octavo.model.random_weights import fill_random, randomise
+from octavo.model.token_classes import token_map
+from octavo.runtime.config import EngineConfig
+from octavo.runtime.pools import PoolSizes, pool_bytes
+from octavo.runtime.tokenizer import Tokenizer
+
+Progress = Callable[[int, int], None]
+
+SLICE_EXPERTS = 48
+"""Resident experts of the slice preset: an eighth of the released model's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """Everything that a runner needs, on one device."""
+
+    model: Model
+    tables: EngramTables
+    tokenizer: Tokenizer
+    sizes: PoolSizes
+    device: torch.device
+    dtype: torch.dtype
+    """Of activations and state: BF16, or F32 in mode ``plain``."""
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.model.config
+
+
+def assemble(config: EngineConfig, progress: Progress | None = None) -> Assembly:
+    """Load or make the weights. ``progress(done, total)`` is called with bytes.
+
+    Raises :class:`UsageError` or :class:`OctavoError`, before anything is loaded where the reason is known by then.
+    """
+    device = choose_device(config.device)
+    dtype = torch.float32 if config.numerics == "plain" else torch.bfloat16
+    checkpoint = Checkpoint(config.model) if config.model is not None else None
+    model_config = checkpoint.config if checkpoint is not None else preset(config.preset or "")
+    if config.layers is not None:
+        model_config = cut_layers(model_config, config.layers)
+    experts = _resident_experts(config, model_config.text_config)
+    sizes = _pool_sizes(config, model_config.text_config)
+    skeleton = empty_model(model_config, torch.device("meta"), experts)
+    needed = resident_bytes(skeleton) + pool_bytes(model_config.text_config, sizes, dtype)
+    check_memory(needed + (0 if checkpoint is not None else _table_bytes(model_config.text_config)), device)
+    tokenizer = _tokenizer(config, model_config)
+    classes = token_map(tokenizer.backend, model_config.text_config)
+    model = empty_model(model_config, device, experts)
+    if checkpoint is not None:
+        if config.layers is None and config.experts is None:
+            checkpoint.check()
+        load_parameters(model.official_parameters(), checkpoint, experts=experts, progress=progress)
+        layers = model_config.text_config.engram_layer_ids
+        tables = [EngramTable(*checkpoint.engram_table(layer)) for layer in layers]
+    else:
+        randomise(model.official_parameters(), config.weights_seed, experts=experts, progress=progress)
+        tables = _random_tables(model_config.text_config, config.weights_seed, device)
+    table_device = tables[0].weight.device if tables else device
+    engram = EngramTables(model_config.text_config, classes, tables).to(table_device)
+    return Assembly(model, engram, tokenizer, sizes, device, dtype)
+
+
+def choose_device(name: str) -> torch.device:
+    """``auto``, ``cpu``, ``cuda`` or ``cuda:N`` -> a device that is there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"--device {name}: expected auto, cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"--device {name}: expected auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise OctavoError(
+            f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices. Use --device cpu, or see "
+            "what `octavo doctor` says."
+        )
+    return device
+
+
+def _resident_experts(config: EngineConfig, text: TextConfig) -> range:
+    count = config.experts
+    if count is None:
+        count = min(SLICE_EXPERTS, text.n_routed_experts) if config.preset == "slice" else text.n_routed_experts
+    if count > text.n_routed_experts:
+        raise UsageError(f"--experts {count}: the model has {text.n_routed_experts}")
+    return range(count)
+
+
+def _pool_sizes(config: EngineConfig, text: TextConfig) -> PoolSizes:
+    tokens = min(config.kv_tokens, text.max_position_embeddings)
+    pages = -(-tokens // PAGE_TOKENS)
+    return PoolSizes(slots=1, pages=pages, max_pages=pages)
+
+
+def _tokenizer(config: EngineConfig, model_config: ModelConfig) -> Tokenizer:
+    if config.model is not None:
+        return Tokenizer.from_checkpoint(Path(config.model), model_config)
+    packaged = packaged_file(config.preset or "", "tokenizer.json").decode("utf-8")
+    return Tokenizer(tokenizers.Tokenizer.from_str(packaged), model_config)
+
+
+def _table_bytes(text: TextConfig) -> int:
+    return sum(text.engram_num_embeddings) * (text.engram_head_dim + text.engram_head_dim // SCALE_BLOCK)
+
+
+def _random_tables(text: TextConfig, seed: int, device: torch.device) -> list[EngramTable]:
+    tables = []
+    for layer, rows in zip(text.engram_layer_ids, text.engram_num_embeddings, strict=True):
+        weight = torch.empty(rows, text.engram_head_dim, dtype=torch.float8_e4m3fn, device=device)
+        scale = torch.empty(rows, text.engram_head_dim // SCALE_BLOCK, dtype=torch.uint8, device=device)
+        fill_random(f"layers.{layer}.engram.embed.weight", weight, scale, seed)
+        tables.append(EngramTable(weight, scale))
+    return tables

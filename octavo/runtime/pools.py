@@ -1,0 +1,63 @@
+"""The state of all requests: pools on the device, and the pages and slots that requests hold (design section 7)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.engram import DEAD_CLASS
+from octavo.kernels.paging import PAGE_TOKENS
+from octavo.model.config import TextConfig
+from octavo.model.inputs import State
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSizes:
+    """How many requests and pages of 64 tokens there is room for, and how many pages one request may hold."""
+
+    slots: int
+    pages: int
+    max_pages: int
+
+
+class Pools:
+    """All tensors that outlive a step. Contents of free pages and slots are never read."""
+
+    def __init__(self, text: TextConfig, sizes: PoolSizes, dtype: torch.dtype, device: torch.device) -> None:
+        self.sizes = sizes
+        ratios = [text.compress_ratios[source] for source in text.kv_source_layer_ids]
+
+        def pool(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.page_table = pool(sizes.slots, sizes.max_pages, dtype=torch.int32)
+        self.rings = [pool(sizes.slots, text.sliding_window, text.head_dim) for _ in range(text.num_hidden_layers)]
+        self.entries = [pool(sizes.pages, PAGE_TOKENS // ratio, text.head_dim) for ratio in ratios]
+        self.keys = [pool(sizes.pages, PAGE_TOKENS // ratio, text.index_head_dim) for ratio in ratios]
+        pairs = sum(ratio == 2 for ratio in ratios)
+        self.pending = [pool(sizes.slots, 2, text.head_dim, dtype=torch.float32) for _ in range(pairs)]
+        depth = text.engram_max_ngram_size - 1
+        self.history = torch.full((sizes.slots, depth), DEAD_CLASS, dtype=torch.int64)
+        """[slots, n - 1] token classes, on the host beside the Engram tables."""
+
+    def state(self, write_slots: Tensor, write_positions: Tensor, write_starts: Tensor) -> State:
+        """The pools together with one step's write metadata, each [T] int32."""
+        return State(
+            write_slots,
+            write_positions,
+            write_starts,
+            self.page_table,
+            self.rings,
+            self.entries,
+            self.keys,
+            self.pending,
+        )
+
+
+def pool_bytes(text: TextConfig, sizes: PoolSizes, dtype: torch.dtype) -> int:
+    """Device bytes that :class:`Pools` of these sizes takes."""
+    pools = Pools(text, sizes, dtype, torch.device("meta"))
+    tensors = [pools.page_table, *pools.rings, *pools.entries, *pools.keys, *pools.pending]
+    return sum(tensor.nbytes for tensor in tensors)
