@@ -69,7 +69,7 @@ def attend(
             keys = torch.cat((keys, entries[page, place]), dim=1)
             valid = torch.cat((valid, (selected[part] >= 0) & (positions[part] >= 0)[:, None]), dim=1)
         attended.append(sink_attention(query[part], keys, valid, sink))
-    return torch.cat(attended) if attended else torch.empty_like(query)
+    return torch.cat(attended) if attended else query.new_empty(query.shape)
 
 
 @attend.fake
@@ -87,7 +87,7 @@ def _attend(
     entries: Tensor | None,
     selected: Tensor | None,
 ) -> Tensor:
-    return torch.empty_like(query)
+    return query.new_empty(query.shape)
 
 
 @operator(

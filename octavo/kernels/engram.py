@@ -121,14 +121,14 @@ def engram_gate(
     keys, value = projected.unflatten(1, (-1, streams.shape[2])).split((streams.shape[1], 1), dim=1)
     gate = gates(streams, keys, q_weight, k_weight, epsilon).masked_fill(image.unsqueeze(1), 0.0)
     added = (streams.float() + gate.unsqueeze(-1) * value.float()).to(streams.dtype)
-    return torch.where(image[:, None, None], streams, added)
+    return torch.where(image[:, None, None], streams, added).contiguous()
 
 
 @engram_gate.fake
 def _engram_gate(
     streams: Tensor, projected: Tensor, image: Tensor, q_weight: Tensor, k_weight: Tensor, epsilon: float
 ) -> Tensor:
-    return torch.empty_like(streams)
+    return streams.new_empty(streams.shape)
 
 
 def gates(streams: Tensor, keys: Tensor, q_weight: Tensor, k_weight: Tensor, epsilon: float) -> Tensor:

@@ -59,7 +59,7 @@ def experts(
     """
     chosen, weights = route(x, live, image, gate, bias, bias_vl, top_k, route_scale)
     rounded = round_q8(x)
-    total = torch.zeros_like(x, dtype=torch.float64)
+    total = x.new_zeros(x.shape, dtype=torch.float64)
     group = max(1, _GROUP_WEIGHTS // (w1.shape[1] * x.shape[1]))
     for low in range(0, w1.shape[0], group):
         part = slice(low, low + group)
@@ -97,7 +97,7 @@ def _experts(
     route_scale: float,
     limit: float,
 ) -> Tensor:
-    return torch.empty_like(x, dtype=torch.float64)
+    return x.new_empty(x.shape, dtype=torch.float64)
 
 
 @operator(
@@ -129,18 +129,18 @@ def shared_expert(
 def _shared_expert(
     x: Tensor, w1: Tensor, s1: Tensor, w2: Tensor, s2: Tensor, w3: Tensor, s3: Tensor, limit: float
 ) -> Tensor:
-    return torch.empty_like(x)
+    return x.new_empty(x.shape)
 
 
 @operator(arguments={"reduced": Need.ROWS, "shared": Need.ROWS}, results=(CARRIED,), source="spec/model.md 3.10")
 def combine(reduced: Tensor, shared: Tensor) -> Tensor:
     """Routed sum [R, D] F64 (reduced over ranks) plus the shared expert's [R, D], one cast to the latter's dtype."""
-    return (reduced + shared).float().to(shared.dtype)
+    return (reduced + shared).float().to(shared.dtype).contiguous()
 
 
 @combine.fake
 def _combine(reduced: Tensor, shared: Tensor) -> Tensor:
-    return torch.empty_like(shared)
+    return shared.new_empty(shared.shape)
 
 
 def route(

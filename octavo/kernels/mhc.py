@@ -92,19 +92,19 @@ def mhc_expand(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor
     streams [R, S, D], y [R, D], post [R, S] F32, comb [R, source, destination] F32 -> [R, S, D] in streams' dtype.
     """
     sources = [comb[:, j, :, None] * streams[:, j, None, :].float() for j in range(streams.shape[1])]
-    return (post[:, :, None] * y.float()[:, None, :] + sum_in_order(sources)).to(streams.dtype)
+    return (post[:, :, None] * y.float()[:, None, :] + sum_in_order(sources)).to(streams.dtype).contiguous()
 
 
 @mhc_expand.fake
 def _mhc_expand(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-    return torch.empty_like(streams)
+    return streams.new_empty(streams.shape)
 
 
 @operator(arguments={"streams": Need.ROWS}, results=(CARRIED,), source="spec/model.md 3.13")
 def stream_mean(streams: Tensor) -> Tensor:
     """Mean over the streams, what drafts read: [R, S, D] -> [R, D] in streams' dtype."""
     count = streams.shape[1]
-    return (sum_in_order([streams[:, k].float() for k in range(count)]) / count).to(streams.dtype)
+    return (sum_in_order([streams[:, k].float() for k in range(count)]) / count).to(streams.dtype).contiguous()
 
 
 @stream_mean.fake

@@ -12,7 +12,7 @@ from octavo.kernels.operator import CARRIED, Need, operator
 def rms(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """w x / sqrt(mean(x^2) + epsilon) over the last axis, in F32, rounded once to x's dtype."""
     normed = x.float() * torch.rsqrt(mean_of_squares(x) + epsilon)
-    return (weight.float() * normed).to(x.dtype)
+    return (weight.float() * normed).to(x.dtype).contiguous()
 
 
 @operator(arguments={"x": Need.ROWS, "weight": Need.ANY}, results=(CARRIED,), source="spec/model.md 3.0")
@@ -23,4 +23,4 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 @rms_norm.fake
 def _rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    return torch.empty_like(x)
+    return x.new_empty(x.shape)

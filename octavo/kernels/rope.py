@@ -72,7 +72,7 @@ def rotate(x: Tensor, positions: Tensor, frequencies: Tensor, inverse: bool) -> 
 
 @rotate.fake
 def _rotate(x: Tensor, positions: Tensor, frequencies: Tensor, inverse: bool) -> Tensor:
-    return torch.empty_like(x)
+    return x.new_empty(x.shape)
 
 
 @operator(
@@ -90,7 +90,7 @@ def window_latent(x: Tensor, weight: Tensor, positions: Tensor, frequencies: Ten
 
 @window_latent.fake
 def _window_latent(x: Tensor, weight: Tensor, positions: Tensor, frequencies: Tensor, epsilon: float) -> Tensor:
-    return torch.empty_like(x)
+    return x.new_empty(x.shape)
 
 
 @operator(
@@ -105,4 +105,4 @@ def index_query(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
 
 @index_query.fake
 def _index_query(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
-    return torch.empty_like(x)
+    return x.new_empty(x.shape)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated
 
 import rich.console
-import rich.markup
 import rich.progress
 import typer
 
@@ -34,7 +33,7 @@ def main() -> None:
     try:
         app()
     except OctavoError as error:
-        _console.print(f"[bold red]octavo:[/] {rich.markup.escape(str(error))}", soft_wrap=True)
+        _say(f"octavo: {error}", style="red")
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -56,7 +55,7 @@ def generate(
     from octavo.runtime.prompt import encode_chat
 
     with _progress("loading") as progress, Engine(engine, progress) as running:
-        _console.print(running.describe())
+        _say(running.describe())
         encoded: list[Prompt] = [
             prompt if raw else encode_chat(running.tokenizer, [{"role": "user", "content": prompt}], thinking=thinking)
             for prompt in prompts
@@ -69,7 +68,7 @@ def generate(
                 sys.stdout.flush()
                 if delta.answer is not None:
                     sys.stdout.write("\n")
-                    _console.print(delta.answer.summary())
+                    _say(delta.answer.summary())
 
 
 @checkpoint_app.command("inspect")
@@ -95,7 +94,7 @@ def init(
 
     with _progress("writing") as progress:
         init_checkpoint(preset, path, seed, progress)
-    _console.print(f"{path}: preset {preset}, random weights (seed {seed})")
+    _say(f"{path}: preset {preset}, random weights (seed {seed})")
 
 
 @app.command()
@@ -111,6 +110,11 @@ def doctor() -> None:
             f"{state}  {check.name:<{width}}  {check.detail}" + (f"\n      -> {check.remedy}" if check.remedy else "")
         )
     raise typer.Exit(exit_code(checks))
+
+
+def _say(message: str, style: str = "") -> None:
+    """One message on stderr, as it is: neither wrapped nor searched for markup."""
+    _console.print(message, style=style, markup=False, soft_wrap=True)
 
 
 @contextmanager

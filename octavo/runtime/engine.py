@@ -127,7 +127,7 @@ class Engine:
             raise UsageError("The prompt is empty: give at least one character, token id or message.")
         vocabulary = self.model_config.text_config.vocab_size
         for token in ids:
-            if not isinstance(token, int) or not 0 <= token < vocabulary:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocabulary:
                 raise UsageError(f"The prompt holds {token!r}: token ids are integers from 0 to {vocabulary - 1}.")
         if len(ids) >= self.max_model_len:
             raise UsageError(

@@ -95,7 +95,8 @@ class MiniRun:
 def relative(actual: Tensor, expected: Tensor) -> Tensor:
     """Relative L2 per row."""
     actual, expected = actual.double().flatten(1), expected.double().flatten(1)
-    return (actual - expected).norm(dim=1) / expected.norm(dim=1)
+    error: Tensor = torch.linalg.vector_norm(actual - expected, dim=1) / torch.linalg.vector_norm(expected, dim=1)
+    return error
 
 
 def worst(actual: Tensor, expected: Tensor) -> float:

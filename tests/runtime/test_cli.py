@@ -1,0 +1,110 @@
+"""The command line as a user meets it: streams, exit codes, and the set of options."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from octavo.runtime.cli import app
+from tests.model.mini_run import MINI
+
+
+def octavo(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    code = "import sys; from octavo.runtime.cli import main; sys.argv[0] = 'octavo'; main()"
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    # One thread: idle threads of several processes on two cores would spin against each other.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=100)
+
+
+def test_generate_streams_to_stdout() -> None:
+    done = octavo("generate", "--model", MINI, "--max-tokens", "5", "--device", "cpu", "Hello", "world")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n") >= 2
+    assert done.stderr.count("5 generated") == 2 and "reference numerics" in done.stderr
+    again = octavo("generate", "--model", MINI, "--max-tokens", "5", "--device", "cpu", "world")
+    assert done.stdout.endswith(again.stdout), "an answer does not depend on the prompts before it"
+
+
+def test_generate_with_random_weights() -> None:
+    done = octavo(
+        *("generate", "--weights", "random", "--preset", "mini", "--layers", "3", "--device", "cpu", "--raw"),
+        *("--max-tokens", "3", "--temperature", "0.8", "--seed", "2", "--numerics", "plain", "Hello"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "3 layers" in done.stderr and "plain numerics" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("generate", "--model", "nowhere", "x"), 2, "no config.json"),
+        (("generate", "x"), 2, "--model PATH"),
+        (("generate", "--model", MINI, "--raw", ""), 2, "empty"),
+        (("generate", "--model", MINI, "--kv-tokens", "8", "x" * 100), 2, "raise --kv-tokens"),
+        (("generate", "--model", MINI, "--max-tokens", "0", "x"), 2, "max_tokens 0"),
+        (("generate", "--model", MINI, "--numerics", "exact", "x"), 2, "numerics"),
+        (("generate", "--model", MINI, "--no-such-option", "x"), 2, "no-such-option"),
+        (("generate", "--model", MINI, "--device", "cuda:99", "x"), 1, "CUDA devices"),
+        (("generate", "--weights", "random", "--preset", "released", "--device", "cpu", "x"), 1, "GiB are needed"),
+        (("checkpoint", "inspect", "nowhere"), 2, "no config.json"),
+        (("checkpoint", "init", "--preset", "slice", "here"), 2, "too large to write"),
+        (("checkpoint", "init", "--preset", "none", "here"), 2, "no preset 'none'"),
+    ],
+)
+def test_exit_codes(arguments: tuple[str | Path, ...], code: int, message: str, tmp_path: Path) -> None:
+    done = octavo(*arguments, cwd=tmp_path)
+    assert done.returncode == code, done.stderr
+    assert message in done.stderr.replace("\n", " ") and "Traceback" not in done.stderr
+    assert not done.stdout
+
+
+def test_foreign_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    done = octavo("generate", "--model", tmp_path, "x")
+    assert done.returncode == 1 and "'llama'" in done.stderr and "DeepSeek-V4.1" in done.stderr
+
+
+def test_checkpoint_init_and_inspect(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    assert octavo("checkpoint", "init", "--preset", "mini", "--seed", "3", path).returncode == 0
+    again = octavo("checkpoint", "init", "--preset", "mini", path)
+    assert again.returncode == 2 and "already holds" in again.stderr
+    seen = octavo("checkpoint", "inspect", path)
+    assert seen.returncode == 0 and "1,016" in seen.stdout and "problems" in seen.stdout
+    shard = sorted(path.glob("*.safetensors"))[0]
+    shard.write_bytes(shard.read_bytes()[:-100])
+    broken = octavo("checkpoint", "inspect", path)
+    assert broken.returncode == 1 and shard.name in broken.stdout
+    refused = octavo("generate", "--model", path, "x")
+    assert refused.returncode == 1 and shard.name in refused.stderr
+
+
+def test_doctor() -> None:
+    done = octavo("doctor")
+    lines = done.stdout.splitlines()
+    assert done.returncode == (1 if any(line.startswith("FAIL") for line in lines) else 0)
+    assert any("torch" in line for line in lines) and any("backend reference" in line for line in lines)
+
+
+def options(command: str) -> set[str]:
+    import typer.main
+
+    group = typer.main.get_command(app)
+    found = group.commands[command]  # type: ignore[attr-defined]
+    return {name for parameter in found.params for name in parameter.opts if name.startswith("--")}
+
+
+def test_options_are_frozen() -> None:
+    """A new option is a decision, not an accident: change this list with it, and the README."""
+    assert options("generate") == {
+        *("--model", "--weights", "--preset", "--layers", "--experts", "--weights-seed"),
+        *("--device", "--numerics", "--chunk", "--kv-tokens"),
+        *("--max-tokens", "--temperature", "--seed"),
+        *("--raw", "--thinking"),
+    }
+    assert options("doctor") == set()
