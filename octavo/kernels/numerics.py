@@ -6,6 +6,9 @@ chunked, batched, sharded and replayed runs agree to the bit, and any difference
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -22,13 +25,28 @@ def exact_matmul(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def blocked_matmul(x: Tensor, weight: Tensor) -> Tensor:
-    """``x @ weight.T`` in F32, [R, K] F32 and [N, K] F32 -> [R, N] F32, for products that the model does in F32."""
+    """``x @ weight.T`` in F32, [R, K] F32 and [N, K] F32 -> [R, N] F32, for products that the model does in F32.
+
+    On the CPU one thread computes it: a BLAS may cut the sum over K differently for every number of threads.
+    """
     rows = x.shape[0]
     blocks = -(-rows // BLOCK_ROWS)
     padded = torch.nn.functional.pad(x.contiguous(), (0, 0, 0, blocks * BLOCK_ROWS - rows))
     transposed = weight.t()
-    products = [torch.mm(block, transposed) for block in padded.split(BLOCK_ROWS)]
-    return torch.cat(products)[:rows] if products else x.new_empty(0, weight.shape[0])
+    with _one_thread():
+        products = [torch.mm(block, transposed) for block in padded.split(BLOCK_ROWS)]
+    return torch.cat(products)[:rows] if rows else x.new_empty(0, weight.shape[0])
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """One CPU thread for this thread's calls of torch; torch keeps the number per calling thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def mean_of_squares(x: Tensor) -> Tensor:

@@ -106,7 +106,7 @@ class Operator(Generic[Parameters, Result]):
         return cast(Result, self.overload(*args, **kwargs))
 
     def fake(self, function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-        """Decorator: the shape and dtype of the results without data."""
+        """Decorator: shape and dtype of the results without data. Results are contiguous, however arguments lie."""
         torch.library.register_fake(f"octavo::{self.name}", function, lib=_LIBRARY)
         return function
 

@@ -5,6 +5,10 @@ F32 coefficients within 4 units in the last place (``sigmoid`` is composed from 
 not). One exception: products are summed in F64 and rounded once where the official code sums in F32, so a sum beside a
 rounding midpoint can fall on the other side. On p37 that happens once, within attention, and is counted and printed.
 End to end such a flip spreads to the values computed from it.
+
+F32 products (mHC mixes, router, head, ratio-2 compressor) are sums whose order is the BLAS's. The goldens come from a
+CPU where one thread sums as here; where another CPU sums otherwise, what depends on it is skipped with that reason, and
+``test_faithful_elsewhere`` alone judges the whole.
 """
 
 from __future__ import annotations
@@ -40,6 +44,17 @@ def prefill() -> dict[str, Tensor]:
     return golden("prefill", "reference")
 
 
+@pytest.fixture(scope="module")
+def golden_sums(assembly: Assembly, prefill: dict[str, Tensor]) -> None:
+    """Skip where this CPU's BLAS does not sum F32 products as the goldens' machine did."""
+    layer = assembly.model.body.layers[0]
+    mixed = kernels.mhc_mix(
+        prefill["p37.X_in.0"], layer.hc_attn_fn, layer.hc_attn_scale, layer.hc_attn_base, *layer.sinkhorn
+    )
+    if ulps(mixed[2], prefill["p37.hc.0.attn.comb"]) > COEFFICIENT_ULPS:
+        pytest.skip("this CPU's BLAS sums F32 products in another order than the goldens' machine")
+
+
 def stored_input(prefill: dict[str, Tensor], layer: int) -> Tensor:
     return prefill.get(f"p37.X_in.{layer}", prefill.get(f"p37.X.{layer - 1}"))  # type: ignore[return-value]
 
@@ -56,6 +71,7 @@ def prompt_rows(assembly: Assembly) -> tuple[Rows, State]:
 
 
 @torch.no_grad()
+@pytest.mark.usefixtures("golden_sums")
 def test_mhc(assembly: Assembly, prefill: dict[str, Tensor]) -> None:
     """Mixing, collapsing and expanding around both sublayers of every layer."""
     for index, layer in enumerate(assembly.model.body.layers):
@@ -155,6 +171,7 @@ def test_experts(assembly: Assembly, prefill: dict[str, Tensor]) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.usefixtures("golden_sums")
 def test_engram(assembly: Assembly, prefill: dict[str, Tensor]) -> None:
     ids = prefill["p37.input_ids"].long()
     rows, _ = prompt_rows(assembly)
@@ -176,6 +193,7 @@ def test_engram(assembly: Assembly, prefill: dict[str, Tensor]) -> None:
     assert differing(embeds, prefill["p37.X_in.0"]) == 0
 
 
+@pytest.mark.usefixtures("golden_sums")
 def test_prefill_p37(assembly: Assembly, prefill: dict[str, Tensor], report_count: ReportCount) -> None:
     """End to end: at most 20 of 189,440 stream values flip, ids are equal, and one row's logits move at most."""
     run = MiniRun(assembly)
@@ -189,6 +207,7 @@ def test_prefill_p37(assembly: Assembly, prefill: dict[str, Tensor], report_coun
     assert torch.equal(logits.argmax(1), prefill["p37.logits"].argmax(1))
 
 
+@pytest.mark.usefixtures("golden_sums")
 def test_prefill_p1(assembly: Assembly, prefill: dict[str, Tensor]) -> None:
     run = MiniRun(assembly)
     record = run.step(prefill["p1.input_ids"].tolist())
@@ -197,6 +216,7 @@ def test_prefill_p1(assembly: Assembly, prefill: dict[str, Tensor]) -> None:
     assert relative(run.logits(record), prefill["p1.logits"]).max() < 1e-6
 
 
+@pytest.mark.usefixtures("golden_sums")
 def test_prefill_p96(assembly: Assembly, prefill: dict[str, Tensor], report_count: ReportCount) -> None:
     """Rows after the first flipped code drift: the goldens' own spread is 0.009 in the median and 0.08 at most.
 
@@ -211,6 +231,7 @@ def test_prefill_p96(assembly: Assembly, prefill: dict[str, Tensor], report_coun
     assert torch.equal(logits.argmax(1), prefill["p96.logits"].argmax(1))
 
 
+@pytest.mark.usefixtures("golden_sums")
 def test_greedy_decoding(
     assembly: Assembly, prefill: dict[str, Tensor], report_count: ReportCount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,3 +280,17 @@ def test_greedy_decoding(
     for index, ring in enumerate(pools.rings):
         assert differing(ring[0], expected[f"end.ring.{index}"]) == 0, index
     report_count("greedy steps equal to the goldens", 24, f"{ties} exact ties decided as theirs")
+
+
+@pytest.mark.parametrize("prompt", ["p1", "p37", "p96"])
+def test_faithful_elsewhere(assembly: Assembly, prefill: dict[str, Tensor], prompt: str) -> None:
+    """On any CPU: with other F32 sums a few codes flip and drift.
+
+    Measured with sums in F64, which is as far as a faithful run can be: median 0.05, largest 0.13. Above a median of
+    0.1 a rounding point is missing (goldens' README).
+    """
+    run = MiniRun(assembly)
+    logits = run.logits(run.step(prefill[f"{prompt}.input_ids"].tolist()))
+    error = relative(logits, prefill[f"{prompt}.logits"])
+    assert error.median() < 0.1 and error.max() < 0.2
+    assert (logits.argmax(1) == prefill[f"{prompt}.logits"].argmax(1)).double().mean() >= 0.9
