@@ -6,7 +6,6 @@ skips counted by reason and with the number of cases behind each exhaustive proo
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -31,9 +30,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Share the cores between the workers, and choose how long hypothesis searches."""
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+    """Choose how many threads torch has, and how long hypothesis searches.
+
+    One thread: the models are so small that threads of several processes would mostly wait for each other.
+    """
+    torch.set_num_threads(1)
     hypothesis.settings.register_profile("short", deadline=None, derandomize=True)
     hypothesis.settings.register_profile("soak", deadline=None, max_examples=2000, print_blob=True)
     hypothesis.settings.load_profile("soak" if config.getoption("--soak") else "short")

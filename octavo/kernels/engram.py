@@ -119,7 +119,7 @@ def engram_gate(
     k_weight [S, D] BF16. F32 maths.
     """
     keys, value = projected.unflatten(1, (-1, streams.shape[2])).split((streams.shape[1], 1), dim=1)
-    gate = gates(streams, keys, q_weight, k_weight, epsilon).masked_fill(image.unsqueeze(1), 0.0)
+    gate = gates(streams, keys, q_weight, k_weight, epsilon)
     added = (streams.float() + gate.unsqueeze(-1) * value.float()).to(streams.dtype)
     return torch.where(image[:, None, None], streams, added).contiguous()
 

@@ -137,7 +137,7 @@ def best_blocks(scores: Tensor, visible: Tensor, count: int, block_size: int) ->
     block_scores = padded.unflatten(1, (blocks, block_size)).amax(2) if blocks else padded
     newest = (visible - 1) // block_size
     forced = torch.arange(blocks, device=scores.device) == newest.unsqueeze(1)
-    return _best_ascending(block_scores.masked_fill(forced & (visible > 0).unsqueeze(1), torch.inf), count)
+    return _best_ascending(block_scores.masked_fill(forced, torch.inf), count)
 
 
 def candidate_mask(candidates: Tensor, block_size: int, count: int) -> Tensor:

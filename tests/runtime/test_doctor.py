@@ -73,7 +73,7 @@ def test_packages_are_held_to_the_ranges_of_the_distribution(tmp_path: Path) -> 
     assert checks["torch"] == Check(
         name="torch",
         ok=False,
-        detail=f"{torch.__version__}, supported is <2,>=1",
+        detail=f"{importlib.metadata.version('torch')}, supported is <2,>=1",
         remedy='pip install "torch<2,>=1"',
     )
     missing = checks["no-such-package-1"]
