@@ -9,17 +9,36 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from octavo.errors import OctavoError, UsageError
+    from octavo.runtime.async_engine import AsyncEngine
     from octavo.runtime.config import EngineConfig
-    from octavo.runtime.engine import Answer, Engine
+    from octavo.runtime.engine import Engine, Result
+    from octavo.runtime.loop import EngineFailure
+    from octavo.runtime.request import Answer, Delta
     from octavo.runtime.sampling import SamplingParams
 
-__all__ = ["Answer", "Engine", "EngineConfig", "OctavoError", "SamplingParams", "UsageError", "__version__"]
+__all__ = [
+    "Answer",
+    "AsyncEngine",
+    "Delta",
+    "Engine",
+    "EngineConfig",
+    "EngineFailure",
+    "OctavoError",
+    "Result",
+    "SamplingParams",
+    "UsageError",
+    "__version__",
+]
 
 _HOMES = {
-    "Answer": "octavo.runtime.engine",
+    "Answer": "octavo.runtime.request",
+    "AsyncEngine": "octavo.runtime.async_engine",
+    "Delta": "octavo.runtime.request",
     "Engine": "octavo.runtime.engine",
     "EngineConfig": "octavo.runtime.config",
+    "EngineFailure": "octavo.runtime.loop",
     "OctavoError": "octavo.errors",
+    "Result": "octavo.runtime.engine",
     "SamplingParams": "octavo.runtime.sampling",
     "UsageError": "octavo.errors",
 }

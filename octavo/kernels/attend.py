@@ -8,6 +8,7 @@ from torch import Tensor
 from octavo.kernels.numerics import exact_matmul
 from octavo.kernels.operator import DeadRows, Gives, Need, Returns, operator
 from octavo.kernels.paging import entry_address, step_layout
+from octavo.kernels.storage import load_entries
 
 KEY_BLOCK = 64
 """Keys are taken in blocks of 64: probabilities round to BF16 against the running maximum of a block."""
@@ -50,9 +51,9 @@ def attend(
     """One softmax over the window, the selected entries and the sink: [R, H, head_dim] in query's dtype.
 
     query [R, H, head_dim], latents [T, head_dim] (this step's rows in global order), ring [slots, W, head_dim] (the
-    window before this step), sink [H] F32, entries [pages, 64 / ratio, head_dim], selected [R, top_k] int32 logical
-    entries, -1 padded; slots, positions [R] and write_* [T] int32, page_table [slots, max_pages] int32. entries and
-    selected are None in layers that read the window alone.
+    window before this step), sink [H] F32, entries [pages, 64 / ratio, head_dim] or packed, selected [R, top_k] int32
+    logical entries, -1 padded; slots, positions [R] and write_* [T] int32, page_table [slots, max_pages] int32. entries
+    and selected are None in layers that read the window alone.
 
     Window positions p-W+1..p from the request's step start on come from latents, older ones from the ring. Key
     order: window ascending in exactly W left-justified places, then selected; blocks of 64 depend on it. The sink
@@ -66,7 +67,8 @@ def attend(
         keys, valid = _window_keys(latents, ring, slots[part], positions[part], start, offset)
         if entries is not None and selected is not None:
             page, place = entry_address(selected[part], _safe(slots[part])[:, None], page_table, entries.shape[1])
-            keys = torch.cat((keys, entries[page, place]), dim=1)
+            found = load_entries(entries, page, place, query.shape[-1], query.dtype)
+            keys = torch.cat((keys, found), dim=1)
             valid = torch.cat((valid, (selected[part] >= 0) & (positions[part] >= 0)[:, None]), dim=1)
         attended.append(sink_attention(query[part], keys, valid, sink))
     return torch.cat(attended) if attended else query.new_empty(query.shape)

@@ -9,8 +9,8 @@ from octavo.kernels.norm import rms
 from octavo.kernels.numerics import exact_matmul
 from octavo.kernels.operator import Need, operator
 from octavo.kernels.paging import entry_address, ratio_of
-from octavo.kernels.quantise import round_q4mx, round_q4nv
 from octavo.kernels.rope import turn
+from octavo.kernels.storage import store_entries, store_keys
 
 
 @operator(
@@ -58,13 +58,13 @@ def publish(
 
     norm [head_dim], wk [index_head_dim, head_dim], k_norm [index_head_dim] BF16; write_* [T] int32;
     page_table [slots, max_pages] int32; entries [pages, 64 / ratio, head_dim] and keys [pages, 64 / ratio,
-    index_head_dim] BF16, or F32 in mode ``plain``.
+    index_head_dim] BF16, packed uint8 (``octavo.kernels.storage``), or F32 in mode ``plain``.
     """
     ratio = ratio_of(entries)
     live = write_positions >= 0
     if gates is not None and pending is not None:
         compressed, rows = _pair(values, gates, write_slots, write_positions, write_starts, pending)
-        compressed = compressed.to(entries.dtype)
+        compressed = compressed.to(torch.float32 if entries.dtype == torch.float32 else torch.bfloat16)
     else:
         rows = live.nonzero().squeeze(1)
         compressed = values[rows]
@@ -72,8 +72,8 @@ def publish(
     entry = write_positions[rows] // ratio
     key = rms(exact_matmul(compressed, wk).to(compressed.dtype), k_norm, epsilon)
     page, place = entry_address(entry, write_slots[rows], page_table, entries.shape[1])
-    entries[page, place] = round_q4nv(turn(compressed, entry * ratio, frequencies))
-    keys[page, place] = round_q4mx(turn(key, entry * ratio, frequencies))
+    store_entries(entries, page, place, turn(compressed, entry * ratio, frequencies))
+    store_keys(keys, page, place, turn(key, entry * ratio, frequencies))
 
 
 @publish.fake

@@ -8,6 +8,7 @@ from torch import Tensor
 from octavo.kernels.numerics import exact_matmul, largest
 from octavo.kernels.operator import DeadRows, Gives, Need, Returns, operator
 from octavo.kernels.paging import entry_address, ratio_of
+from octavo.kernels.storage import load_keys
 
 _CHOICES = Returns(Gives.ROWS, DeadRows.MINUS_ONE)
 _NEEDS = {
@@ -37,7 +38,8 @@ def select(
 ) -> Tensor:
     """The ``top_k`` best visible entries of every row, ascending, -1 padded: [R, top_k] int32.
 
-    query [R, heads, C], weights [R, heads] (multiplied by ``scale``), keys [pages, 64 / ratio, C], all BF16 or F32;
+    query [R, heads, C], weights [R, heads] (multiplied by ``scale``), keys [pages, 64 / ratio, C], all BF16 or F32,
+    keys also packed (``octavo.kernels.storage``);
     page_table [slots, max_pages], slots [R], positions [R] int32. Entry j is visible to position p when its group is
     complete: j < (p + 1) // ratio. With candidates [R, blocks] int32 (-1 padded) only entries of those blocks of
     ``block_size`` count. Score: sum over heads of weight x relu(q k), BF16 after each of product, weighting and sum.
@@ -124,7 +126,8 @@ def entry_scores(
     for slot in slots[positions >= 0].unique():
         rows = ((slots == slot) & (positions >= 0)).nonzero().squeeze(1)
         page, place = entry_address(entries, slot.expand(count), page_table, keys.shape[1])
-        products = exact_matmul(query[rows], keys[page, place]).to(query.dtype)
+        found = load_keys(keys, page, place, query.shape[-1], query.dtype)
+        products = exact_matmul(query[rows], found).to(query.dtype)
         weighted = products.relu() * weights[rows].unsqueeze(-1)
         scores[rows] = weighted.double().sum(1).to(query.dtype).float()
     return scores.masked_fill(entries >= visible.unsqueeze(1), -torch.inf)

@@ -10,7 +10,6 @@ import tokenizers
 import torch
 
 from octavo.errors import OctavoError, UsageError
-from octavo.kernels.paging import PAGE_TOKENS
 from octavo.model.checkpoint import Checkpoint
 from octavo.model.config import SCALE_BLOCK, ModelConfig, TextConfig
 from octavo.model.loading import load_parameters
@@ -21,8 +20,9 @@ from octavo.model.prelude import EngramTable, EngramTables
 from octavo.model.presets import cut_layers, preset
 from octavo.model.random_weights import fill_random, randomise
 from octavo.model.token_classes import token_map
+from octavo.runtime.capacity import Capacity, plan_capacity
 from octavo.runtime.config import EngineConfig
-from octavo.runtime.pools import PoolSizes, pool_bytes
+from octavo.runtime.pools import Storage
 from octavo.runtime.tokenizer import Tokenizer
 
 Progress = Callable[[int, int], None]
@@ -38,14 +38,58 @@ class Assembly:
     model: Model
     tables: EngramTables
     tokenizer: Tokenizer
-    sizes: PoolSizes
+    capacity: Capacity
     device: torch.device
     dtype: torch.dtype
-    """Of activations and state: BF16, or F32 in mode ``plain``."""
+    """Of activations: BF16, or F32 in mode ``plain``."""
 
     @property
     def config(self) -> ModelConfig:
         return self.model.config
+
+    def describe(self, config: EngineConfig) -> str:
+        """Two lines for the start: what is loaded where, and what fits."""
+        text = self.config.text_config
+        source = config.model or f"random {config.preset} weights (seed {config.weights_seed})"
+        return (
+            f"{source}: {text.num_hidden_layers} layers, {len(self.model.experts)} of {text.n_routed_experts} experts "
+            f"on {self.device}, {config.numerics} numerics\n{self.capacity.describe()}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What an engine would hold, known before anything is loaded."""
+
+    checkpoint: Checkpoint | None
+    config: ModelConfig
+    experts: range
+    device: torch.device
+    weight_bytes: int
+    """On the device; Engram tables of a checkpoint stay mapped on the host."""
+    capacity: Capacity
+
+
+def plan(config: EngineConfig) -> Plan:
+    """Read configs and count bytes. Raises :class:`UsageError` or :class:`OctavoError` for what cannot be."""
+    if config.model is None and config.weights == "checkpoint":
+        raise UsageError(
+            "Which model? --model PATH names a checkpoint in the official layout; "
+            "`octavo checkpoint init --preset tiny PATH` makes a small random one."
+        )
+    device = choose_device(config.device)
+    checkpoint = Checkpoint(config.model) if config.model is not None else None
+    model_config = checkpoint.config if checkpoint is not None else preset(config.preset or "")
+    if config.layers is not None:
+        model_config = cut_layers(model_config, config.layers)
+    text = model_config.text_config
+    experts = _resident_experts(config, text)
+    weight_bytes = resident_bytes(empty_model(model_config, torch.device("meta"), experts))
+    if checkpoint is None:
+        weight_bytes += _table_bytes(text)
+    storage = Storage.F32 if config.numerics == "plain" else Storage(config.kv_storage)
+    capacity = plan_capacity(config, text, storage, device, weight_bytes)
+    return Plan(checkpoint, model_config, experts, device, weight_bytes, capacity)
 
 
 def assemble(config: EngineConfig, progress: Progress | None = None) -> Assembly:
@@ -53,17 +97,9 @@ def assemble(config: EngineConfig, progress: Progress | None = None) -> Assembly
 
     Raises :class:`UsageError` or :class:`OctavoError`, before anything is loaded where the reason is known by then.
     """
-    device = choose_device(config.device)
-    dtype = torch.float32 if config.numerics == "plain" else torch.bfloat16
-    checkpoint = Checkpoint(config.model) if config.model is not None else None
-    model_config = checkpoint.config if checkpoint is not None else preset(config.preset or "")
-    if config.layers is not None:
-        model_config = cut_layers(model_config, config.layers)
-    experts = _resident_experts(config, model_config.text_config)
-    sizes = _pool_sizes(config, model_config.text_config)
-    skeleton = empty_model(model_config, torch.device("meta"), experts)
-    needed = resident_bytes(skeleton) + pool_bytes(model_config.text_config, sizes, dtype)
-    check_memory(needed + (0 if checkpoint is not None else _table_bytes(model_config.text_config)), device)
+    planned = plan(config)
+    checkpoint, model_config, experts, device = planned.checkpoint, planned.config, planned.experts, planned.device
+    check_memory(planned.weight_bytes + planned.capacity.bytes, device)
     tokenizer = _tokenizer(config, model_config)
     classes = token_map(tokenizer.backend, model_config.text_config)
     model = empty_model(model_config, device, experts)
@@ -78,7 +114,8 @@ def assemble(config: EngineConfig, progress: Progress | None = None) -> Assembly
         tables = _random_tables(model_config.text_config, config.weights_seed, device)
     table_device = tables[0].weight.device if tables else device
     engram = EngramTables(model_config.text_config, classes, tables).to(table_device)
-    return Assembly(model, engram, tokenizer, sizes, device, dtype)
+    dtype = torch.float32 if config.numerics == "plain" else torch.bfloat16
+    return Assembly(model, engram, tokenizer, planned.capacity, device, dtype)
 
 
 def choose_device(name: str) -> torch.device:
@@ -106,12 +143,6 @@ def _resident_experts(config: EngineConfig, text: TextConfig) -> range:
     if count > text.n_routed_experts:
         raise UsageError(f"--experts {count}: the model has {text.n_routed_experts}")
     return range(count)
-
-
-def _pool_sizes(config: EngineConfig, text: TextConfig) -> PoolSizes:
-    tokens = min(config.kv_tokens, text.max_position_embeddings)
-    pages = -(-tokens // PAGE_TOKENS)
-    return PoolSizes(slots=1, pages=pages, max_pages=pages)
 
 
 def _tokenizer(config: EngineConfig, model_config: ModelConfig) -> Tokenizer:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
-import rich.console
-import rich.progress
 import typer
 
 from octavo.errors import OctavoError
 from octavo.runtime.config import EngineConfig
 from octavo.runtime.options import with_options
 from octavo.runtime.sampling import SamplingParams
+from octavo.runtime.terminal import byte_progress, count_progress, say
 
 app = typer.Typer(
     help="Octavo serves DeepSeek-V4.1 from a compiler's graph.",
@@ -25,7 +23,8 @@ app = typer.Typer(
 )
 checkpoint_app = typer.Typer(help="Look at checkpoints, and make small random ones.", no_args_is_help=True)
 app.add_typer(checkpoint_app, name="checkpoint")
-_console = rich.console.Console(stderr=True, highlight=False)
+
+Thinking = Annotated[bool, typer.Option(help="Let the model reason before it answers a chat message.")]
 
 
 def main() -> None:
@@ -33,7 +32,7 @@ def main() -> None:
     try:
         app()
     except OctavoError as error:
-        _say(f"octavo: {error}", style="red")
+        say(f"octavo: {error}", style="red")
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -48,27 +47,91 @@ def generate(
     raw: Annotated[
         bool, typer.Option(help="Continue PROMPT as plain text, instead of answering it as a chat message.")
     ] = False,
-    thinking: Annotated[bool, typer.Option(help="Let the model reason before it answers a chat message.")] = True,
+    thinking: Thinking = True,
 ) -> None:
-    """Answer prompts: the text goes to stdout as it is made, a summary of each to stderr."""
+    """Answer prompts: one answer is streamed to stdout, several follow each other; a summary of each on stderr."""
     from octavo.runtime.engine import Engine, Prompt
     from octavo.runtime.prompt import encode_chat
 
-    with _progress("loading") as progress, Engine(engine, progress) as running:
-        _say(running.describe())
+    with byte_progress("loading") as progress:
+        running = Engine(engine, progress)
+    with running:
+        say(running.describe())
         encoded: list[Prompt] = [
             prompt if raw else encode_chat(running.tokenizer, [{"role": "user", "content": prompt}], thinking=thinking)
             for prompt in prompts
         ]
-        for prompt in encoded:
-            running.encode(prompt)
-        for prompt in encoded:
-            for delta in running.stream(prompt, sampling):
+        if len(encoded) == 1 and sampling.n == 1:
+            for delta in running.stream(encoded[0], sampling):
                 sys.stdout.write(delta.text)
                 sys.stdout.flush()
                 if delta.answer is not None:
                     sys.stdout.write("\n")
-                    _say(delta.answer.summary())
+                    say(delta.answer.summary())
+            return
+        with count_progress("answering") as answered:
+            results = running.generate(encoded, sampling, answered)
+        for result in results:
+            for answer in result.answers:
+                sys.stdout.write(answer.text + "\n")
+                sys.stdout.flush()
+                say(answer.summary())
+
+
+@app.command("chat")
+@with_options
+def chat_command(
+    engine: EngineConfig,
+    sampling: SamplingParams,
+    system: Annotated[str | None, typer.Option(help="System message at the start of the conversation.")] = None,
+    thinking: Thinking = True,
+) -> None:
+    """Talk with the model: it remembers, /reset forgets, Ctrl-C stops an answer."""
+    from octavo.runtime.chat import chat
+    from octavo.runtime.engine import Engine
+
+    with byte_progress("loading") as progress:
+        running = Engine(engine, progress)
+    prompt = "> " if sys.stdin.isatty() else ""
+    with running:
+        say(running.describe())
+        chat(
+            running,
+            sampling,
+            thinking=thinking,
+            system=system,
+            read=lambda: input(prompt),
+            out=sys.stdout,
+            say=say,
+        )
+
+
+@app.command()
+@with_options
+def bench(
+    engine: EngineConfig,
+    requests: Annotated[int, typer.Option(min=1, help="Requests sent at once.")] = 8,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 128,
+    answer_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 32,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write all numbers to this file.")] = None,
+) -> None:
+    """Measure prefill and decode speed, latencies, and what a step costs beside the model."""
+    from octavo.runtime.bench import Load, describe_environment, measure_engine, measure_scheduler, report_lines
+    from octavo.runtime.engine import Engine
+
+    with byte_progress("loading") as progress:
+        running = Engine(engine, progress)
+    with running:
+        say(running.describe())
+        report = {
+            "environment": describe_environment(running),
+            "engine": measure_engine(running, Load(requests, prompt_tokens, answer_tokens)),
+            "scheduler": [measure_scheduler(count) for count in (1, 64, 256)],
+        }
+    if json_file is not None:
+        json_file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    for line in report_lines(report):
+        typer.echo(line)
 
 
 @checkpoint_app.command("inspect")
@@ -92,44 +155,24 @@ def init(
     """Write a small random checkpoint in the official layout. Its answers are noise."""
     from octavo.model.initialise import init_checkpoint
 
-    with _progress("writing") as progress:
+    with byte_progress("writing") as progress:
         init_checkpoint(preset, path, seed, progress)
-    _say(f"{path}: preset {preset}, random weights (seed {seed})")
+    say(f"{path}: preset {preset}, random weights (seed {seed})")
 
 
 @app.command()
-def doctor() -> None:
-    """Check versions, devices, compilers and backends; each line says ok, or what mends it."""
-    from octavo.runtime.doctor import exit_code, run_checks
+@with_options
+def doctor(engine: EngineConfig) -> None:
+    """Check versions, devices, compilers and backends; with --model or --preset also what fits here."""
+    from octavo.runtime.doctor import exit_code, model_checks, run_checks
 
     checks = run_checks()
+    if engine.model is not None or engine.preset is not None:
+        checks += model_checks(engine)
     width = max(len(check.name) for check in checks)
     for check in checks:
         state = "ok  " if check.ok else ("FAIL" if check.required else "warn")
-        typer.echo(
-            f"{state}  {check.name:<{width}}  {check.detail}" + (f"\n      -> {check.remedy}" if check.remedy else "")
-        )
+        typer.echo(f"{state}  {check.name:<{width}}  {check.detail}")
+        if check.remedy:
+            typer.echo(f"      -> {check.remedy}")
     raise typer.Exit(exit_code(checks))
-
-
-def _say(message: str, style: str = "") -> None:
-    """One message on stderr, as it is: neither wrapped nor searched for markup."""
-    _console.print(message, style=style, markup=False, soft_wrap=True)
-
-
-@contextmanager
-def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar in bytes on stderr, gone when its work is done; nothing where stderr is no terminal."""
-    columns = (
-        rich.progress.TextColumn(what),
-        rich.progress.BarColumn(),
-        rich.progress.DownloadColumn(),
-        rich.progress.TimeRemainingColumn(),
-    )
-    with rich.progress.Progress(*columns, console=_console, transient=True, disable=not _console.is_terminal) as bar:
-        task = bar.add_task(what, total=None)
-
-        def update(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total, visible=done < total)
-
-        yield update

@@ -10,7 +10,7 @@ from octavo.errors import UsageError
 
 
 def option(help_text: str, default: Any) -> Any:
-    """A field with the help text that the command line shows."""
+    """A field that is a command-line option, with its help text; fields made otherwise are for Python alone."""
     return field(default=default, metadata={"help": help_text})
 
 
@@ -38,17 +38,31 @@ class EngineConfig:
         "reference",
     )
     chunk: int = option("Most rows that one step computes; longer prompts take several steps.", 8192)
-    kv_tokens: int = option("Tokens that the state has room for: the longest prompt and answer together.", 8192)
+    max_requests: int = option("Requests in work at once; more wait.", 256)
+    max_model_len: int | None = option("Longest prompt and answer together. Default: what model and room allow.", None)
+    kv_tokens: int | None = option("Tokens of state, of all requests together. Default on the CPU: 65536.", None)
+    memory_fraction: float | None = option(
+        "Share of the free device memory for state, instead of --kv-tokens. Default on CUDA: 0.85.", None
+    )
+    kv_storage: Literal["packed", "bf16"] = option(
+        "Entries as 4-bit codes or as BF16 values: the same numbers. Plain numerics keep F32.", "packed"
+    )
+    step_deadline: float = option("Seconds after which a step counts as hung and the engine ends.", 600.0)
 
     def __post_init__(self) -> None:
-        for name in ("layers", "experts", "chunk", "kv_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"--{name.replace('_', '-')} {value}: must be at least 1")
-        if self.weights == "checkpoint" and (self.model is None or self.preset is not None):
-            raise UsageError(
-                "--model PATH names the checkpoint to read; --preset goes with --weights random. "
-                "`octavo checkpoint init --preset tiny PATH` makes a small checkpoint."
-            )
+        for name in ("layers", "experts", "chunk", "max_requests", "kv_tokens"):
+            self._check(name, 1, 1 << 40, "must be at least 1")
+        self._check("max_model_len", 2, 1 << 40, "must be at least 2, a prompt token and an answer token")
+        self._check("memory_fraction", 0.01, 1.0, "must be from 0.01 to 1")
+        self._check("step_deadline", 0.001, 1e9, "must be above 0 seconds")
+        if self.kv_tokens is not None and self.memory_fraction is not None:
+            raise UsageError("--kv-tokens and --memory-fraction both size the state: give one of them")
+        if self.weights == "checkpoint" and self.preset is not None:
+            raise UsageError("--preset goes with --weights random; --model PATH names a checkpoint to read")
         if self.weights == "random" and (self.preset is None or self.model is not None):
             raise UsageError("--weights random takes --preset NAME and no --model")
+
+    def _check(self, name: str, low: float, high: float, rule: str) -> None:
+        value = getattr(self, name)
+        if value is not None and not low <= value <= high:
+            raise UsageError(f"--{name.replace('_', '-')} {value}: {rule}")

@@ -22,6 +22,9 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from octavo.errors import OctavoError
+from octavo.runtime.config import EngineConfig
+
 _DEVELOPMENT_EXTRAS = frozenset({"dev", "test"})
 _GIB = 2**30
 
@@ -91,6 +94,30 @@ def _package_check(requirement: Requirement, *, required: bool) -> Check:
         return Check(name=requirement.name, ok=True, detail=version, required=required)
     detail = f"{version}, supported is {requirement.specifier}"
     return Check(name=requirement.name, ok=False, detail=detail, remedy=remedy, required=required)
+
+
+def model_checks(config: EngineConfig) -> list[Check]:
+    """What the engine of ``config`` would hold here, and whether there is memory for it. Loads nothing."""
+    from octavo.model.memory import available_memory
+    from octavo.runtime.assemble import plan
+
+    try:
+        planned = plan(config)
+    except OctavoError as error:
+        return [Check(name="model", ok=False, detail=str(error), remedy="correct the options above")]
+    text, needed = planned.config.text_config, planned.weight_bytes + planned.capacity.bytes
+    free = available_memory(planned.device)
+    weights = (
+        f"{text.num_hidden_layers} layers, {len(planned.experts)} of {text.n_routed_experts} experts: "
+        f"{planned.weight_bytes / _GIB:.2f} GiB on {planned.device}"
+    )
+    memory = f"{needed / _GIB:.2f} GiB needed, {free / _GIB:.2f} GiB available on {planned.device}"
+    remedy = "" if needed <= free else "fewer --layers or --experts, smaller --kv-tokens, or another --device"
+    return [
+        Check(name="model", ok=True, detail=weights),
+        Check(name="state", ok=True, detail=planned.capacity.describe()),
+        Check(name="memory", ok=needed <= free, detail=memory, remedy=remedy),
+    ]
 
 
 def cpu_check() -> Check:

@@ -1,119 +1,85 @@
-"""The engine: prompts in, answers out, one request at a time."""
+"""The Python interface: prompts in, answers out, many at once."""
 
 from __future__ import annotations
 
+import queue
+import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from octavo.errors import UsageError
+from octavo.runtime.answer_text import AnswerText
 from octavo.runtime.assemble import Progress, assemble
 from octavo.runtime.config import EngineConfig
+from octavo.runtime.core import EngineCore
+from octavo.runtime.loop import EngineFailure, EngineLoop
 from octavo.runtime.prompt import encode_chat
-from octavo.runtime.runner import Chunk, Runner
-from octavo.runtime.sampler import sample
+from octavo.runtime.request import Answer, Delta, FinishReason, Request
+from octavo.runtime.runner import Runner
+from octavo.runtime.sampler import TokenLogprob
 from octavo.runtime.sampling import SamplingParams
-from octavo.runtime.tokenizer import IncrementalDecoder
+from octavo.runtime.scheduler import Scheduler
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """Text to continue, token ids, or chat messages (``{"role": "user", "content": "..."}``, ...)."""
 
-_SLOT = 0
-"""The only request's."""
-
-FinishReason = Literal["stop", "length"]
+Params = SamplingParams | Sequence[SamplingParams] | None
+"""For all prompts, or one for each."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """A finished answer."""
+class Result:
+    """The answers to one prompt; text, ids and finish_reason are the first answer's."""
 
-    text: str
-    """Without the token that ended it."""
-    ids: list[int]
-    """All sampled tokens, the end of sentence included."""
-    finish_reason: FinishReason
-    """``stop``: the model ended its answer; ``length``: ``max_tokens`` or the room for state ran out."""
-    prompt_tokens: int
-    prefill_seconds: float
-    """Until the first token was sampled."""
-    decode_seconds: float
-    """For all further tokens."""
+    prompt_ids: list[int]
+    prompt_logprobs: list[TokenLogprob | None] | None
+    """One a prompt token, None for the first; if asked for."""
+    answers: list[Answer]
 
-    def summary(self) -> str:
-        """One line: counts, speeds and why the answer ended."""
-        prefill = self.prompt_tokens / self.prefill_seconds
-        later = len(self.ids) - 1
-        decode = f" at {later / self.decode_seconds:.1f} tokens/s" if later else ""
-        return (
-            f"{self.prompt_tokens} prompt tokens at {prefill:.1f} tokens/s, "
-            f"{len(self.ids)} generated{decode}, ended by {self.finish_reason}"
-        )
+    @property
+    def text(self) -> str:
+        return self.answers[0].text
+
+    @property
+    def ids(self) -> list[int]:
+        return self.answers[0].ids
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.answers[0].finish_reason
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """One more token of an answer that is being made."""
-
-    text: str
-    """The whole characters that the token completes, possibly none."""
-    id: int
-    answer: Answer | None
-    """The finished answer, with the last token."""
-
-
-class Engine:
-    """A model with its state, ready to answer.
-
-    ``Engine("path")`` serves a checkpoint; ``Engine(EngineConfig(...))`` says more. Usable as a context manager.
-    """
+class EngineBase:
+    """What the synchronous and the asynchronous engine share: start, encoding, submission, numbers."""
 
     def __init__(self, config: EngineConfig | str | Path, progress: Progress | None = None) -> None:
-        """Load the weights; ``progress(done, total)`` is called with bytes. Raises :class:`OctavoError`."""
+        """Load the weights and start; ``progress(done, total)`` is called with bytes. Raises :class:`OctavoError`."""
         self.config = config if isinstance(config, EngineConfig) else EngineConfig(model=Path(config))
-        self._runner: Runner | None = Runner(assemble(self.config, progress))
-        self.tokenizer = self._runner.assembly.tokenizer
-        self.model_config = self._runner.assembly.config
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Give weights and state back. The engine cannot be used afterwards."""
-        self._runner = None
+        assembly = assemble(self.config, progress)
+        self.tokenizer = assembly.tokenizer
+        self.model_config = assembly.config
+        self.capacity = assembly.capacity
+        self._description = assembly.describe(self.config)
+        scheduler = Scheduler(
+            slots=self.capacity.sizes.slots,
+            pages=self.capacity.sizes.pages,
+            row_budget=self.config.chunk,
+            max_length=self.capacity.max_model_len,
+        )
+        self._loop = EngineLoop(EngineCore(scheduler, Runner(assembly)), self.config.step_deadline)
 
     def describe(self) -> str:
-        """One line: what is loaded, where, in which numeric mode, with room for how much."""
-        text, assembly = self.model_config.text_config, self._running().assembly
-        source = self.config.model or f"random {self.config.preset} weights (seed {self.config.weights_seed})"
-        return (
-            f"{source}: {text.num_hidden_layers} layers, {len(assembly.model.experts)} of {text.n_routed_experts} "
-            f"experts on {assembly.device}, {self.config.numerics} numerics, room for {self.max_model_len} tokens"
-        )
+        """What is loaded, where, in which numeric mode, and what fits."""
+        return self._description
 
     @property
     def max_model_len(self) -> int:
         """Longest prompt and answer together, in tokens."""
-        return min(self.config.kv_tokens, self.model_config.text_config.max_position_embeddings)
-
-    def generate(self, prompts: Sequence[Prompt], params: SamplingParams | None = None) -> list[Answer]:
-        """Answer the prompts, in their order. Raises :class:`UsageError` naming the prompt that cannot be answered."""
-        if isinstance(prompts, str):
-            raise UsageError("generate takes a list of prompts: generate([prompt])")
-        encoded = [self.encode(prompt) for prompt in prompts]
-        return [self._last(self._stream(ids, params or SamplingParams())) for ids in encoded]
-
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
-        """The answer token by token. The prompt is checked before the first token is asked for."""
-        return self._stream(self.encode(prompt), params or SamplingParams())
+        return self.capacity.max_model_len
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt. Raises :class:`UsageError` if it is empty, too long, or has ids out of range."""
@@ -132,46 +98,154 @@ class Engine:
         if len(ids) >= self.max_model_len:
             raise UsageError(
                 f"The prompt has {len(ids)} tokens; prompt and answer together have room for {self.max_model_len}. "
-                "Shorten it, or raise --kv-tokens."
+                "Shorten it, or raise --kv-tokens or --max-model-len."
             )
         return ids
 
-    def _stream(self, ids: list[int], params: SamplingParams) -> Iterator[Delta]:
-        """Prefill in chunks, then one token a step until the answer ends."""
-        runner, began = self._running(), time.perf_counter()
-        runner.set_pages(_SLOT, range(runner.assembly.sizes.pages))
-        for start in range(0, len(ids), self.config.chunk):
-            logits = runner.run([Chunk(_SLOT, start, ids[start : start + self.config.chunk])])
-        decoder, text, first_token = IncrementalDecoder(self.tokenizer), "", 0.0
-        made: list[int] = []
-        while True:
-            position = len(ids) + len(made)
-            token = sample(logits[0], params.temperature, params.seed, 0, position)
-            made.append(token)
-            first_token = first_token or time.perf_counter()
-            reason = self._finish_reason(token, made, position + 1, params)
-            piece = "" if reason == "stop" else decoder.push(token)
-            piece += decoder.finish() if reason else ""
-            text += piece
-            if reason:
-                times = (first_token - began, time.perf_counter() - first_token)
-                yield Delta(piece, token, Answer(text, made, reason, len(ids), *times))
-                return
-            yield Delta(piece, token, None)
-            logits = runner.run([Chunk(_SLOT, position, [token])])
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start, seconds by part of a step, and what is in use now."""
 
-    def _finish_reason(self, token: int, made: list[int], length: int, params: SamplingParams) -> FinishReason | None:
-        if token == self.model_config.eos_token_id:
-            return "stop"
-        return "length" if len(made) == params.max_tokens or length >= self.max_model_len else None
+        def read(core: EngineCore) -> dict[str, Any]:
+            scheduler = core.scheduler
+            return asdict(core.stats) | {
+                "running": len(scheduler.running),
+                "waiting": len(scheduler.waiting),
+                "free_slots": scheduler.slots.free,
+                "free_pages": scheduler.pages.free,
+            }
 
-    def _running(self) -> Runner:
-        if self._runner is None:
-            raise UsageError("The engine is closed.")
-        return self._runner
+        answer = self._loop.ask(read)
+        assert isinstance(answer, dict)
+        return answer
+
+    def _requests(
+        self, number: int, ids: list[int], params: SamplingParams, sink: Callable[[Delta], None]
+    ) -> list[Request]:
+        """The requests for all answers to one prompt."""
+        vocabulary = self.model_config.text_config.vocab_size
+        for name, tokens in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+            for token in tokens:
+                if token >= vocabulary:
+                    raise UsageError(f"{name} {token}: token ids are integers from 0 to {vocabulary - 1}")
+        eos = () if params.ignore_eos else (self.model_config.eos_token_id,)
+        seed = params.seed if params.seed is not None else secrets.randbits(63)
+        now = time.monotonic()
+        return [
+            Request(
+                tokens=list(ids),
+                max_length=self.max_model_len,
+                deadline=now + params.timeout if params.timeout is not None else float("inf"),
+                params=params,
+                text=AnswerText(self.tokenizer, params.stop),
+                sink=sink,
+                prompt=number,
+                index=index,
+                seed=seed,
+                ending=(*params.stop_token_ids, *eos),
+                prompt_length=len(ids),
+                arrival=now,
+            )
+            for index in range(params.n)
+        ]
+
+
+class Engine(EngineBase):
+    """A model with its state, answering many prompts at once. Usable as a context manager.
+
+    ``Engine("path")`` serves a checkpoint; ``Engine(EngineConfig(...))`` says more.
+    """
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Abort what is left and end. The engine cannot be used afterwards."""
+        self._loop.close()
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: Params = None,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> list[Result]:
+        """Answer the prompts, in their order; all of them are in work at once.
+
+        ``on_progress(finished, total)`` counts answers. Interrupted by Ctrl-C it returns what there is, unfinished
+        answers with finish reason ``abort``. Raises :class:`UsageError` if a prompt cannot be answered, before any is.
+        """
+        if isinstance(prompts, str):
+            raise UsageError("generate takes a list of prompts: generate([prompt])")
+        each = self._params_of(prompts, params)
+        encoded = [self.encode(prompt) for prompt in prompts]
+        stream = Stream(self._loop)
+        pairs = list(enumerate(zip(encoded, each, strict=True)))
+        stream.submit([r for number, (ids, one) in pairs for r in self._requests(number, ids, one, stream.put)])
+        total = sum(one.n for one in each)
+        answers: dict[tuple[int, int], Answer] = {}
+        prompt_logprobs: dict[int, list[TokenLogprob | None]] = {}
+        while len(answers) < total:
+            try:
+                for delta in stream:
+                    if delta.prompt_logprobs is not None:
+                        prompt_logprobs[delta.prompt] = delta.prompt_logprobs
+                    if delta.answer is not None:
+                        answers[delta.prompt, delta.index] = delta.answer
+                        if on_progress is not None:
+                            on_progress(len(answers), total)
+            except KeyboardInterrupt:
+                stream.abort()
+        return [
+            Result(ids, prompt_logprobs.get(number), [answers[number, index] for index in range(one.n)])
+            for number, (ids, one) in pairs
+        ]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
+        """The answers to one prompt as they are made; the prompt is checked first."""
+        stream = Stream(self._loop)
+        stream.submit(self._requests(0, self.encode(prompt), params or SamplingParams(), stream.put))
+        return stream
 
     @staticmethod
-    def _last(stream: Iterator[Delta]) -> Answer:
-        *_, last = stream
-        assert last.answer is not None
-        return last.answer
+    def _params_of(prompts: Sequence[Prompt], params: Params) -> list[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            return [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise UsageError(f"{len(params)} sampling parameters for {len(prompts)} prompts: give one, or one for each")
+        return list(params)
+
+
+class Stream(Iterator[Delta]):
+    """What requests give out, in the order it comes, until all of them have ended."""
+
+    def __init__(self, loop: EngineLoop) -> None:
+        self._loop = loop
+        self._queue: queue.SimpleQueue[Delta | EngineFailure] = queue.SimpleQueue()
+        self._requests: list[Request] = []
+        self._ended = 0
+
+    def put(self, delta: Delta) -> None:
+        """The requests' sink."""
+        self._queue.put(delta)
+
+    def submit(self, requests: list[Request]) -> None:
+        self._loop.submit(requests, self._queue.put)
+        self._requests += requests
+
+    def __next__(self) -> Delta:
+        if self._ended == len(self._requests):
+            raise StopIteration
+        item = self._queue.get()
+        if isinstance(item, EngineFailure):
+            raise item
+        self._ended += item.answer is not None
+        return item
+
+    def abort(self) -> None:
+        """End the requests as they are; their last deltas still come."""
+        for request in self._requests:
+            self._loop.abort(request)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import types
 import typing
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -29,8 +30,8 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
     def run(**values: Any) -> None:
         for name, config in configs.items():
-            own = {field.name: values.pop(field.name) for field in dataclasses.fields(config)}
-            values[name] = config(**own)
+            own = {field.name: values.pop(field.name) for field in option_fields(config)}
+            values[name] = config(**{key: tuple(v) if isinstance(v, list) else v for key, v in own.items()})
         command(**values)
 
     run.__doc__ = command.__doc__
@@ -46,7 +47,17 @@ def _field_options(config: type) -> list[inspect.Parameter]:
             field.name,
             inspect.Parameter.KEYWORD_ONLY,
             default=field.default,
-            annotation=Annotated[hints[field.name], typer.Option(help=field.metadata["help"])],
+            annotation=Annotated[_option_type(hints[field.name]), typer.Option(help=field.metadata["help"])],
         )
-        for field in dataclasses.fields(config)
+        for field in option_fields(config)
     ]
+
+
+def option_fields(config: type) -> list[dataclasses.Field[Any]]:
+    """The fields that are options: those with a help text. The others are for Python alone."""
+    return [field for field in dataclasses.fields(config) if "help" in field.metadata]
+
+
+def _option_type(kind: Any) -> Any:
+    """A tuple of any length is an option that may be given several times."""
+    return types.GenericAlias(list, typing.get_args(kind)[0]) if typing.get_origin(kind) is tuple else kind

@@ -1,7 +1,8 @@
-"""One step: chunks of requests become one flat batch, go through prelude, body and epilogue, and end as logits."""
+"""One step: chunks of requests become one flat batch, go through prelude and body, and end as hidden rows."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,26 +29,30 @@ class Runner:
 
     def __init__(self, assembly: Assembly) -> None:
         self.assembly = assembly
-        text = assembly.config.text_config
-        self.pools = Pools(text, assembly.sizes, assembly.dtype, assembly.device)
+        text, capacity = assembly.config.text_config, assembly.capacity
+        self.pools = Pools(text, capacity.sizes, capacity.storage, assembly.device)
         self.pools.history = self.pools.history.to(assembly.tables.classes.device)
 
-    def set_pages(self, slot: int, pages: Sequence[int]) -> None:
-        """Give a slot its pages, in order of the tokens they hold."""
-        self.pools.page_table[slot, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+    def set_pages(self, pages: Sequence[tuple[int, int, int]]) -> None:
+        """Enter (slot, place in the slot's list, page) into the page table, for the steps that follow."""
+        if pages:
+            slots, places, numbers = torch.tensor(pages, device=self.assembly.device).unbind(1)
+            self.pools.page_table[slots, places] = numbers.int()
 
     @torch.no_grad()
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Compute the chunks and write their state; logits [len(chunks), V] F32 of each chunk's last token.
+        """Compute the chunks and write their state -> hidden rows [R, D], in the chunks' order.
 
-        The pages that the chunks write to must have been given to their slots.
+        A slot stands in at most one chunk, and has the pages for all its tokens up to the chunk's last.
         """
-        slots = [chunk.slot for chunk in chunks for _ in chunk.ids]
-        starts = [chunk.start for chunk in chunks for _ in chunk.ids]
-        positions = [chunk.start + i for chunk in chunks for i in range(len(chunk.ids))]
-        ids = torch.tensor([token for chunk in chunks for token in chunk.ids])
-        metadata = torch.tensor([slots, positions, starts], dtype=torch.int32)
+        counts = torch.tensor([len(chunk.ids) for chunk in chunks])
+        slots = torch.tensor([chunk.slot for chunk in chunks], dtype=torch.int32).repeat_interleave(counts)
+        starts = torch.tensor([chunk.start for chunk in chunks], dtype=torch.int32).repeat_interleave(counts)
+        first_rows = (counts.cumsum(0) - counts).repeat_interleave(counts)
+        positions = starts + (torch.arange(len(slots)) - first_rows).int()
+        ids = torch.tensor(list(itertools.chain.from_iterable(chunk.ids for chunk in chunks)))
         image = torch.zeros(len(ids), dtype=torch.bool)
+        metadata = torch.stack((slots, positions, starts))
         engram = self._engram(ids, image, metadata)
 
         device, dtype = self.assembly.device, self.assembly.dtype
@@ -60,9 +65,14 @@ class Runner:
             image.to(device),
             engram,
         )
-        output = self.assembly.model.body(rows, self.pools.state(write_slots, write_positions, write_starts))
-        last = torch.tensor([len(chunk.ids) for chunk in chunks]).cumsum(0) - 1
-        return self.assembly.model.logits(output.hidden, last.to(device))
+        state = self.pools.state(write_slots, write_positions, write_starts)
+        hidden: Tensor = self.assembly.model.body(rows, state).hidden
+        return hidden
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
+        """Epilogue: logits [len(rows), V] F32 of some of the hidden rows."""
+        return self.assembly.model.logits(hidden, torch.tensor(rows, device=hidden.device))
 
     def _engram(self, ids: Tensor, image: Tensor, metadata: Tensor) -> list[Tensor]:
         """Table rows of this step on the model's device; the history moves on."""

@@ -24,7 +24,7 @@ from tests.model.mini_run import MINI, MiniRun, Numerics, golden, relative
 )
 def test_goldens(numerics: Numerics, median: float, largest: float, prompt: str) -> None:
     goldens = golden("prefill", numerics)
-    run = MiniRun(assemble(EngineConfig(model=MINI, device="cuda", numerics=numerics, kv_tokens=256)))
+    run = MiniRun(assemble(EngineConfig(model=MINI, device="cuda", numerics=numerics, kv_tokens=256, max_requests=1)))
     record = run.step(goldens[f"{prompt}.input_ids"].tolist())
     with torch.no_grad():
         logits = run.assembly.model.logits(record.hidden, torch.arange(len(record.hidden), device="cuda")).cpu()
@@ -46,7 +46,7 @@ def test_released_shapes(report_count: ReportCount) -> None:
     began = time.perf_counter()
     answers = []
     prompt = list(range(1000, 1150))
-    config = EngineConfig(weights="random", preset="slice", device="cuda", kv_tokens=1024)
+    config = EngineConfig(weights="random", preset="slice", device="cuda", max_requests=8)
     with Engine(config) as engine:
         loading = time.perf_counter() - began
         gigabytes = torch.cuda.memory_allocated() / 1e9
@@ -56,5 +56,5 @@ def test_released_shapes(report_count: ReportCount) -> None:
     report_count(
         "layers at true shapes on the GPU",
         40,
-        f"{gigabytes:.1f} GB made in {loading:.0f} s, {answers[1].summary()}",
+        f"{gigabytes:.1f} GB made in {loading:.0f} s, {answers[1].answers[0].summary()}",
     )

@@ -16,7 +16,7 @@ from octavo.model.body import Body
 from octavo.model.config import ModelConfig
 from octavo.model.inputs import Rows, State
 from octavo.model.model import empty_model
-from octavo.runtime.pools import Pools, PoolSizes
+from octavo.runtime.pools import Pools, PoolSizes, Storage
 
 SIZES = PoolSizes(slots=3, pages=5, max_pages=4)
 
@@ -37,7 +37,7 @@ def example(config: ModelConfig) -> tuple[Rows, State]:
         torch.zeros(EXAMPLE_ROWS, dtype=torch.bool),
         [torch.zeros(EXAMPLE_ROWS, columns, dtype=bf16) for _ in text.engram_layer_ids],
     )
-    return rows, Pools(text, SIZES, bf16, torch.device("cpu")).state(integers(), integers(), integers())
+    return rows, Pools(text, SIZES, Storage.BF16, torch.device("cpu")).state(integers(), integers(), integers())
 
 
 def export_body(config: ModelConfig, *, fake: bool, experts: range | None = None) -> ExportedProgram:

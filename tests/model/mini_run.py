@@ -26,7 +26,9 @@ def golden(name: str, numerics: Numerics) -> dict[str, Tensor]:
 
 
 def mini_assembly(numerics: Numerics) -> Assembly:
-    return assemble(EngineConfig(model=MINI, numerics=numerics, kv_tokens=256, device="cpu"))
+    return assemble(
+        EngineConfig(model=MINI, numerics=numerics, kv_tokens=256, max_requests=1, kv_storage="bf16", device="cpu")
+    )
 
 
 @dataclass
@@ -47,7 +49,7 @@ class MiniRun:
     def __init__(self, assembly: Assembly) -> None:
         self.assembly = assembly
         self.runner = Runner(assembly)
-        self.runner.set_pages(0, range(assembly.sizes.pages))
+        self.runner.set_pages([(0, page, page) for page in range(assembly.capacity.sizes.pages)])
         self.length = 0
 
     def step(self, ids: list[int]) -> Record:

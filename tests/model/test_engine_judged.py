@@ -154,7 +154,9 @@ class JudgedModel:
         write_random_checkpoint(path, config, seed)
         self.config = config
         self.judge_arguments = config, read_checkpoint(path), np.load(MINI / "engram_token_map.npy").tolist()
-        self.assembly = assemble(EngineConfig(model=path, numerics="plain", kv_tokens=256, device="cpu"))
+        self.assembly = assemble(
+            EngineConfig(model=path, numerics="plain", kv_tokens=256, max_requests=3, device="cpu")
+        )
         self.runs = 0
 
     def judge(self, ids: Sequence[int]) -> Trace:
@@ -173,9 +175,10 @@ class JudgedModel:
         """What the engine computes otherwise for the first ``sum(chunks)`` of ``ids``, given in steps."""
         run = MiniRun(self.assembly)
         poison(run.runner)
-        pages = random.Random(self.runs).sample(range(self.assembly.sizes.pages), self.assembly.sizes.pages)
+        count = self.assembly.capacity.sizes.pages
+        pages = random.Random(self.runs).sample(range(count), count)
         self.runs += 1
-        run.runner.set_pages(0, pages)
+        run.runner.set_pages([(0, place, page) for place, page in enumerate(pages)])
         found: set[str] = set()
         for size in chunks:
             rows = slice(run.length, run.length + size)
@@ -270,11 +273,11 @@ def test_requests_side_by_side(tmp_path: Path, report_count: ReportCount, name: 
     source = random.Random(name)
     model = JudgedModel(tmp_path / "model", small_config(**CASES[name]), seed=0)
     prompts, traces = zip(*(model.judged_prompt(count, count) for count in (TOKENS, 70, 5)), strict=True)
-    runner = Runner(replace(model.assembly, sizes=PoolSizes(slots=3, pages=9, max_pages=3)))
+    pool_sizes = PoolSizes(slots=3, pages=9, max_pages=3)
+    runner = Runner(replace(model.assembly, capacity=replace(model.assembly.capacity, sizes=pool_sizes)))
     poison(runner)
     pages = source.sample(range(9), 9)
-    for slot in range(3):
-        runner.set_pages(slot, pages[3 * slot : 3 * slot + 3])
+    runner.set_pages([(number // 3, number % 3, page) for number, page in enumerate(pages)])
     done, compared = [0, 0, 0], 0
     while unfinished := [slot for slot in range(3) if done[slot] < len(prompts[slot])]:
         slots = source.sample(unfinished, source.randint(1, len(unfinished)))
@@ -283,7 +286,8 @@ def test_requests_side_by_side(tmp_path: Path, report_count: ReportCount, name: 
             Chunk(slot, done[slot], prompts[slot][done[slot] : done[slot] + size])
             for slot, size in zip(slots, sizes, strict=True)
         ]
-        logits = runner.run(chunks)
+        hidden = runner.run(chunks)
+        logits = runner.logits(hidden, [sum(sizes[: place + 1]) - 1 for place in range(len(sizes))])
         for slot, size in zip(slots, sizes, strict=True):
             done[slot] += size
         last = torch.stack([traces[slot].logits[done[slot] - 1] for slot in slots])

@@ -62,7 +62,7 @@ def stored_input(prefill: dict[str, Tensor], layer: int) -> Tensor:
 def prompt_rows(assembly: Assembly) -> tuple[Rows, State]:
     """Metadata of the whole prompt p37 in slot 0 of fresh pools; embeddings are not used."""
     runner = Runner(assembly)
-    runner.set_pages(0, range(assembly.sizes.pages))
+    runner.set_pages([(0, page, page) for page in range(assembly.capacity.sizes.pages)])
     positions = torch.arange(P37, dtype=torch.int32)
     zeros = torch.zeros_like(positions)
     live = torch.ones(P37, dtype=torch.bool)

@@ -44,6 +44,8 @@ def test_generate_with_random_weights() -> None:
     [
         (("generate", "--model", "nowhere", "x"), 2, "no config.json"),
         (("generate", "x"), 2, "--model PATH"),
+        (("chat",), 2, "--model PATH"),
+        (("generate", "--model", MINI, "--n", "99", "x"), 2, "n 99"),
         (("generate", "--model", MINI, "--raw", ""), 2, "empty"),
         (("generate", "--model", MINI, "--kv-tokens", "8", "x" * 100), 2, "raise --kv-tokens"),
         (("generate", "--model", MINI, "--max-tokens", "0", "x"), 2, "max_tokens 0"),
@@ -99,12 +101,21 @@ def options(command: str) -> set[str]:
     return {name for parameter in found.params for name in parameter.opts if name.startswith("--")}
 
 
+ENGINE = {
+    *("--model", "--weights", "--preset", "--layers", "--experts", "--weights-seed", "--device", "--numerics"),
+    *("--chunk", "--max-requests", "--max-model-len", "--kv-tokens", "--memory-fraction", "--kv-storage"),
+    "--step-deadline",
+}
+SAMPLING = {
+    *("--max-tokens", "--min-tokens", "--temperature", "--top-k", "--top-p", "--min-p", "--seed", "--n", "--timeout"),
+    *("--presence-penalty", "--frequency-penalty", "--repetition-penalty"),
+    *("--stop", "--stop-token-ids", "--ignore-eos", "--logprobs", "--prompt-logprobs"),
+}
+
+
 def test_options_are_frozen() -> None:
     """A new option is a decision, not an accident: change this list with it, and the README."""
-    assert options("generate") == {
-        *("--model", "--weights", "--preset", "--layers", "--experts", "--weights-seed"),
-        *("--device", "--numerics", "--chunk", "--kv-tokens"),
-        *("--max-tokens", "--temperature", "--seed"),
-        *("--raw", "--thinking"),
-    }
-    assert options("doctor") == set()
+    assert options("generate") == ENGINE | SAMPLING | {"--raw", "--thinking"}
+    assert options("chat") == ENGINE | SAMPLING | {"--system", "--thinking"}
+    assert options("bench") == ENGINE | {"--requests", "--prompt-tokens", "--answer-tokens", "--json"}
+    assert options("doctor") == ENGINE

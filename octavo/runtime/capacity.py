@@ -1,0 +1,82 @@
+"""What fits: how many requests and tokens the state has room for, decided before anything is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from octavo.errors import OctavoError
+from octavo.kernels.paging import PAGE_TOKENS
+from octavo.model.config import TextConfig
+from octavo.model.memory import available_memory
+from octavo.runtime.config import EngineConfig
+from octavo.runtime.pools import PoolSizes, Storage, pool_bytes
+
+DEFAULT_TOKENS_ON_CPU = 65_536
+DEFAULT_FRACTION_ON_CUDA = 0.85
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Sizes of the pools and what follows from them."""
+
+    sizes: PoolSizes
+    storage: Storage
+    max_model_len: int
+    """Longest prompt and answer together, in tokens."""
+    request_bytes: int
+    """Of a request, however long."""
+    page_bytes: int
+
+    @property
+    def tokens(self) -> int:
+        """Of all requests together."""
+        return self.sizes.pages * PAGE_TOKENS
+
+    @property
+    def bytes(self) -> int:
+        return self.sizes.slots * self.request_bytes + self.sizes.pages * self.page_bytes
+
+    def describe(self) -> str:
+        """One line, printed at start."""
+        token_bytes = self.page_bytes / PAGE_TOKENS
+        return (
+            f"room for {self.tokens:,} tokens at {token_bytes:,.0f} bytes each ({self.storage.value}) "
+            f"and {self.sizes.slots} requests at {self.request_bytes / 1e6:.2f} MB: {self.bytes / 1e9:.2f} GB; "
+            f"longest request {self.max_model_len:,} tokens"
+        )
+
+
+def plan_capacity(
+    config: EngineConfig, text: TextConfig, storage: Storage, device: torch.device, weight_bytes: int
+) -> Capacity:
+    """Sizes from ``kv_tokens``, or from ``memory_fraction`` of what ``weight_bytes`` leave free on the device.
+
+    Raises :class:`OctavoError` with the numbers if not even one page fits.
+    """
+    longest = min(config.max_model_len or text.max_position_embeddings, text.max_position_embeddings)
+    slots = config.max_requests
+    one = PoolSizes(slots=1, pages=1, max_pages=-(-longest // PAGE_TOKENS))
+    both = pool_bytes(text, one, storage)
+    page_bytes = pool_bytes(text, PoolSizes(slots=1, pages=2, max_pages=one.max_pages), storage) - both
+    request_bytes = both - page_bytes
+    useful = slots * -(-longest // PAGE_TOKENS)
+    if config.kv_tokens is not None or (config.memory_fraction is None and device.type == "cpu"):
+        tokens = config.kv_tokens if config.kv_tokens is not None else DEFAULT_TOKENS_ON_CPU
+        pages = -(-tokens // PAGE_TOKENS)
+        longest = min(longest, tokens)
+    else:
+        fraction = config.memory_fraction if config.memory_fraction is not None else DEFAULT_FRACTION_ON_CUDA
+        budget = int((available_memory(device) - weight_bytes) * fraction) - slots * request_bytes
+        pages = budget // page_bytes
+        if pages < 1:
+            raise OctavoError(
+                f"{device}: weights ({weight_bytes / 1e9:.2f} GB) and {slots} requests "
+                f"({slots * request_bytes / 1e9:.2f} GB) leave no room for tokens. Lower --max-requests, load fewer "
+                "layers (--layers), or choose another device (--device)."
+            )
+    pages = min(pages, useful)
+    longest = min(longest, pages * PAGE_TOKENS)
+    sizes = PoolSizes(slots=slots, pages=pages, max_pages=-(-longest // PAGE_TOKENS))
+    return Capacity(sizes, storage, longest, request_bytes, page_bytes)

@@ -1,0 +1,207 @@
+"""One step after another: schedule, compute, sample, deliver. Single-threaded; it owns all requests.
+
+A request that fails (a token mask that raises) ends by itself and disturbs no other. What breaks the step itself ends
+the engine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, cast
+
+from torch import Tensor
+
+from octavo.runtime.request import FinishReason, Request
+from octavo.runtime.runner import Chunk
+from octavo.runtime.sampler import TokenLogprob, logprobs_of, sample
+from octavo.runtime.scheduler import Scheduler, Step
+
+PARTS = ("schedule", "run", "sample", "deliver")
+"""Of a step, in order."""
+
+Clock = Callable[[], float]
+_ROWS = 128
+"""Prompt rows whose logits exist at once: the vocabulary is wide."""
+
+
+class StepRunner(Protocol):
+    """What computes a step: the model, or a stand-in for it."""
+
+    def set_pages(self, pages: Sequence[tuple[int, int, int]]) -> None:
+        """Enter (slot, place, page) into the page table."""
+        ...
+
+    def run(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Compute all rows and write their state -> hidden rows [R, D]."""
+        ...
+
+    def logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
+        """Logits [len(rows), V] F32 of some of the hidden rows."""
+        ...
+
+
+@dataclass(slots=True)
+class Stats:
+    """Counters since the start, and seconds spent by part of a step."""
+
+    steps: int = 0
+    rows: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    finished: Counter[str] = field(default_factory=Counter)
+    """Answers by finish reason."""
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+
+
+class EngineCore:
+    """All requests of an engine."""
+
+    def __init__(self, scheduler: Scheduler, runner: StepRunner, clock: Clock = time.monotonic) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.clock = clock
+        self.stats = Stats()
+        self._ended = 0
+        self.doing = "waiting for requests"
+        """What the engine is at; read by the watchdog, from another thread."""
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises :class:`~octavo.errors.UsageError` if it can never be computed."""
+        self.scheduler.add(request)
+        self.stats.prompt_tokens += request.prompt_length
+
+    def abort(self, request: Request) -> None:
+        """End a request as it is; nothing happens if it was never added or has ended."""
+        if request.order >= 0 and not request.done:
+            self._finish(request, "abort")
+
+    def step(self) -> int:
+        """Compute one step, if there is anything to compute -> how many answers ended."""
+        ended = self._ended
+        times = [time.perf_counter()]
+        self.doing = "scheduling"
+        now = self.clock()
+        step = self.scheduler.schedule(now)
+        for sequence in step.expired:
+            self._finish(cast(Request, sequence), "timeout")
+        times.append(time.perf_counter())
+        if not step.work:
+            return self._ended - ended
+        self._describe(step)
+        for work in step.work:
+            request = cast(Request, work.sequence)
+            if request.started is None:
+                request.started = now
+        self.runner.set_pages(step.new_pages)
+        chunks = [Chunk(w.sequence.slot, w.start, w.sequence.tokens[w.start : w.stop]) for w in step.work]
+        hidden = self.runner.run(chunks)
+        self.scheduler.computed(step)
+        times.append(time.perf_counter())
+        self.doing = f"sampling {len(step.work)} rows"
+        rows, last = [], -1
+        for work in step.work:
+            last += work.stop - work.start
+            if work.samples:
+                rows.append((cast(Request, work.sequence), last))
+        self._prompt_logprobs(step, hidden)
+        sampled = self._sample(hidden, rows) if rows else []
+        times.append(time.perf_counter())
+        self.doing = f"delivering {len(sampled)} tokens"
+        now = self.clock()
+        for request, token in sampled:
+            self._advance(request, token, now)
+        times.append(time.perf_counter())
+        self._count(step, times)
+        self.doing = "waiting for requests"
+        return self._ended - ended
+
+    def _sample(self, hidden: Tensor, rows: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
+        """Tokens of the rows that sample; a row that fails ends its request alone."""
+        logits = self.runner.logits(hidden, [row for _, row in rows])
+        sampled = []
+        for i, outcome in enumerate(sample(logits, [request.draw() for request, _ in rows])):
+            request = rows[i][0]
+            if isinstance(outcome, Exception):
+                self._finish(request, "error", error=f"{type(outcome).__name__}: {outcome}")
+                continue
+            if request.params.logprobs is not None:
+                request.logprobs += logprobs_of(logits[i : i + 1], [outcome], request.params.logprobs)
+            sampled.append((request, outcome))
+        return sampled
+
+    def _advance(self, request: Request, token: int, now: float) -> None:
+        """Append a sampled token, give out its text, and end the answer if it is complete."""
+        request.tokens.append(token)
+        if request.first_token is None:
+            request.first_token = now
+        params, made = request.params, request.made
+        logprob = request.logprobs[-1] if params.logprobs is not None else None
+        self.stats.generated_tokens += 1
+        if token in request.ending and made > params.min_tokens:
+            self._finish(request, "stop", token=token, logprob=logprob, stop=token)
+            return
+        text, stop = request.text.push(token, may_stop=made > params.min_tokens)
+        if stop is not None:
+            self._finish(request, "stop", token=token, logprob=logprob, text=text, stop=stop)
+        elif made == params.max_tokens or len(request.tokens) >= request.max_length:
+            self._finish(request, "length", token=token, logprob=logprob, text=text)
+        else:
+            request.deliver(text, token, logprob)
+
+    def _finish(
+        self,
+        request: Request,
+        reason: FinishReason,
+        *,
+        token: int | None = None,
+        logprob: TokenLogprob | None = None,
+        text: str = "",
+        stop: str | int | None = None,
+        error: str | None = None,
+    ) -> None:
+        """Take a request out and give its client the finished answer."""
+        self.scheduler.finish(request)
+        if not isinstance(stop, str):
+            rest, found = request.text.finish()
+            text, stop = text + rest, found if found is not None else stop
+            reason = "stop" if found is not None else reason
+        self._ended += 1
+        self.stats.finished[reason] += 1
+        request.deliver(text, token, logprob, request.answer(reason, self.clock(), stop, error))
+
+    def _prompt_logprobs(self, step: Step, hidden: Tensor) -> None:
+        """Log probabilities of the prompt tokens that follow this step's rows; none twice after a preemption."""
+        first = 0
+        for work in step.work:
+            request = cast(Request, work.sequence)
+            wanted = request.params.prompt_logprobs
+            if wanted is not None:
+                known = len(request.prompt_logprobs)
+                # Row at position p tells of the token at p + 1.
+                for low in range(max(work.start, known - 1), min(work.stop, request.prompt_length - 1), _ROWS):
+                    high = min(low + _ROWS, work.stop, request.prompt_length - 1)
+                    rows = [first + position - work.start for position in range(low, high)]
+                    logits = self.runner.logits(hidden, rows)
+                    request.prompt_logprobs += logprobs_of(logits, request.tokens[low + 1 : high + 1], wanted)
+            first += work.stop - work.start
+
+    def _describe(self, step: Step) -> None:
+        decoding = sum(work.samples and work.stop - work.start == 1 for work in step.work)
+        requests = f"{len(step.work)} requests ({decoding} decoding)"
+        self.doing = f"computing step {self.stats.steps + 1}: {step.rows} rows of {requests}"
+
+    def _count(self, step: Step, times: list[float]) -> None:
+        stats = self.stats
+        stats.steps += 1
+        stats.rows += step.rows
+        stats.preemptions += len(step.preempted)
+        for part, begin, end in zip(PARTS, times, times[1:], strict=False):
+            stats.seconds[part] += end - begin

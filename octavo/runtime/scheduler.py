@@ -1,0 +1,216 @@
+"""Which rows the next step computes: decode rows first, then prefill chunks, in one flat batch under a row budget.
+
+Requests are served first come, first served. When pages run out the youngest request gives its pages back and is
+computed again later (preemption by recomputation); chunked prefill equals whole prefill to the bit and noise is
+counter-based, so its answer does not change. The oldest request can always finish: alone, every request fits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from octavo.errors import UsageError
+from octavo.kernels.paging import PAGE_TOKENS
+from octavo.runtime.allocator import Allocator
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """The scheduler's view of a request: its tokens, and how far they are computed."""
+
+    tokens: list[int]
+    """Prompt and sampled tokens. The engine appends what it samples."""
+    max_length: int
+    """Tokens beyond which it is never computed."""
+    deadline: float = float("inf")
+    """Clock time after which it is taken out."""
+    computed: int = 0
+    slot: int = -1
+    """-1 while it waits."""
+    pages: list[int] = field(default_factory=list)
+    preemptions: int = 0
+    done: bool = False
+    order: int = -1
+    """Its place in order of arrival, given by :meth:`Scheduler.add`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Tokens ``start .. stop - 1`` of a sequence, computed in one step."""
+
+    sequence: Sequence
+    start: int
+    stop: int
+    samples: bool
+    """The step's last token is the sequence's last, so the next one is sampled."""
+
+
+@dataclass(slots=True)
+class Step:
+    """What one step computes."""
+
+    work: list[Work] = field(default_factory=list)
+    """In the order of the flat batch."""
+    new_pages: list[tuple[int, int, int]] = field(default_factory=list)
+    """(slot, index in its page list, page), to be written to the page table before the step."""
+    preempted: list[Sequence] = field(default_factory=list)
+    expired: list[Sequence] = field(default_factory=list)
+    """Past their deadline, already taken out."""
+
+    @property
+    def rows(self) -> int:
+        return sum(work.stop - work.start for work in self.work)
+
+
+class Scheduler:
+    """Owns slots and pages; decides, never computes."""
+
+    def __init__(self, *, slots: int, pages: int, row_budget: int, max_length: int) -> None:
+        """``row_budget`` rows a step; ``max_length`` tokens a request at most."""
+        self.slots = Allocator("slots", slots)
+        self.pages = Allocator("pages", pages)
+        self.row_budget = row_budget
+        self.max_length = min(max_length, pages * PAGE_TOKENS)
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        """In order of arrival."""
+        self._arrivals = 0
+        self._deadlines = 0
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence. Raises :class:`UsageError` if it can never be computed here."""
+        if len(sequence.tokens) >= self.max_length:
+            raise UsageError(
+                f"The prompt has {len(sequence.tokens)} tokens; prompt and answer together have room for "
+                f"{self.max_length}. Shorten it, or raise --kv-tokens or --max-model-len."
+            )
+        sequence.order = self._arrivals
+        self._arrivals += 1
+        self._deadlines += sequence.deadline != float("inf")
+        self.waiting.append(sequence)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Take a sequence out, whatever its state; its slot and pages are free at once."""
+        if sequence.done:
+            return
+        sequence.done = True
+        self._deadlines -= sequence.deadline != float("inf")
+        if sequence.slot >= 0:
+            self.running.remove(sequence)
+            self._release(sequence)
+        else:
+            self.waiting.remove(sequence)
+
+    def schedule(self, now: float) -> Step:
+        """Plan the next step; empty when nothing waits. Follow it with :meth:`computed`."""
+        step = Step()
+        if self._deadlines:
+            step.expired = [s for s in (*self.running, *self.waiting) if s.deadline <= now]
+            for sequence in step.expired:
+                self.finish(sequence)
+        budget = self._decode_rows(step, self.row_budget)
+        budget = self._prefill_rows(step, budget)
+        if not step.preempted:  # what was just put back would only push out others in turn
+            self._admit(step, budget)
+        return step
+
+    def computed(self, step: Step) -> None:
+        """The step's rows are in the state now."""
+        for work in step.work:
+            work.sequence.computed = work.stop
+
+    def check(self) -> None:
+        """Slots and pages are where the sequences say; nothing is lost. For tests and for idle moments."""
+        self.slots.check()
+        self.pages.check()
+        held = [page for sequence in self.running for page in sequence.pages]
+        assert len(set(held)) == len(held) == self.pages.count - self.pages.free
+        assert len(self.running) == self.slots.count - self.slots.free
+        assert all(s.slot < 0 and not s.pages and not s.computed and not s.done for s in self.waiting)
+        orders = [sequence.order for sequence in self.running]
+        assert orders == sorted(orders)
+
+    def _decode_rows(self, step: Step, budget: int) -> int:
+        """One row for every sequence that has one token left to compute."""
+        work = step.work
+        for sequence in self.running.copy():
+            length = len(sequence.tokens)
+            if sequence.computed + 1 != length or budget == 0:
+                continue
+            if length > len(sequence.pages) * PAGE_TOKENS and not self._reserve(step, sequence, length):
+                continue
+            if sequence.slot < 0:
+                continue
+            work.append(Work(sequence, length - 1, length, True))
+            budget -= 1
+        if step.preempted:
+            step.work = [work for work in step.work if work.sequence.slot >= 0]
+            budget = self.row_budget - len(step.work)
+        return budget
+
+    def _prefill_rows(self, step: Step, budget: int) -> int:
+        """Go on with prompts that are computed in part."""
+        for sequence in self.running.copy():
+            if budget == 0:
+                break
+            if sequence.slot < 0 or len(sequence.tokens) - sequence.computed <= 1:
+                continue
+            stop = min(len(sequence.tokens), sequence.computed + budget)
+            if self._reserve(step, sequence, stop):
+                step.work.append(Work(sequence, sequence.computed, stop, stop == len(sequence.tokens)))
+        step.work = [work for work in step.work if work.sequence.slot >= 0]
+        return self.row_budget - step.rows
+
+    def _admit(self, step: Step, budget: int) -> None:
+        """Give waiting sequences a slot, in order, while there are rows, slots, and pages for all their tokens."""
+        while self.waiting and budget > 0 and self.slots.free:
+            sequence = self.waiting[0]
+            length = len(sequence.tokens)
+            if -(-length // PAGE_TOKENS) > self.pages.free:
+                return
+            self.waiting.popleft()
+            (sequence.slot,) = self.slots.allocate(1)
+            self._insert(sequence)
+            stop = min(length, budget)
+            self._grow(step, sequence, length)
+            step.work.append(Work(sequence, 0, stop, stop == length))
+            budget -= stop
+
+    def _reserve(self, step: Step, sequence: Sequence, length: int) -> bool:
+        """Pages for ``length`` tokens, taken from younger sequences if need be; False if it gave way itself."""
+        missing = -(-length // PAGE_TOKENS) - len(sequence.pages)
+        while missing > self.pages.free:
+            youngest = self.running[-1]
+            self._preempt(step, youngest)
+            if youngest is sequence:
+                return False
+        self._grow(step, sequence, length)
+        return True
+
+    def _grow(self, step: Step, sequence: Sequence, length: int) -> None:
+        missing = -(-length // PAGE_TOKENS) - len(sequence.pages)
+        if missing > 0:
+            for page in self.pages.allocate(missing):
+                step.new_pages.append((sequence.slot, len(sequence.pages), page))
+                sequence.pages.append(page)
+
+    def _preempt(self, step: Step, sequence: Sequence) -> None:
+        """Back to the head of the queue: it is older than everything there."""
+        self.running.remove(sequence)
+        self._release(sequence)
+        sequence.computed = 0
+        sequence.preemptions += 1
+        step.preempted.append(sequence)
+        self.waiting.appendleft(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        self.pages.release(sequence.pages)
+        self.slots.release([sequence.slot])
+        sequence.pages = []
+        sequence.slot = -1
+
+    def _insert(self, sequence: Sequence) -> None:
+        """Arrivals ascend, and a preempted sequence returns before younger ones are admitted."""
+        assert not self.running or self.running[-1].order < sequence.order
+        self.running.append(sequence)

@@ -1,0 +1,47 @@
+"""What commands share on a terminal: messages and progress on stderr, so that stdout holds answers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import rich.console
+import rich.progress
+
+_console = rich.console.Console(stderr=True, highlight=False)
+
+
+def say(message: str, style: str = "") -> None:
+    """One message on stderr, as it is: neither wrapped nor searched for markup."""
+    _console.print(message, style=style, markup=False, soft_wrap=True)
+
+
+@contextmanager
+def byte_progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar in bytes, gone when its work is done; nothing where stderr is no terminal."""
+    with _progress(what, rich.progress.DownloadColumn()) as update:
+        yield update
+
+
+@contextmanager
+def count_progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """The same in whole things."""
+    with _progress(what, rich.progress.MofNCompleteColumn()) as update:
+        yield update
+
+
+@contextmanager
+def _progress(what: str, amount: rich.progress.ProgressColumn) -> Iterator[Callable[[int, int], None]]:
+    columns = (
+        rich.progress.TextColumn(what),
+        rich.progress.BarColumn(),
+        amount,
+        rich.progress.TimeRemainingColumn(),
+    )
+    with rich.progress.Progress(*columns, console=_console, transient=True, disable=not _console.is_terminal) as bar:
+        task = bar.add_task(what, total=None)
+
+        def update(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total, visible=done < total)
+
+        yield update
