@@ -36,9 +36,10 @@ class AnswerText:
 
     def _take(self, piece: str, *, final: bool) -> tuple[str, str | None]:
         pending = self._held + piece
-        found = [(place, stop) for stop in self._stops if (place := pending.find(stop)) >= 0]
+        found = [(place + len(stop), place, stop) for stop in self._stops if (place := pending.find(stop)) >= 0]
         if found:
-            place, stop = min(found)
+            # The first to be complete, as if characters came one by one: where tokens end must not matter.
+            _, place, stop = min(found)
             return self._give(pending[:place], ""), stop
         keep = 0 if final else max((_overlap(pending, stop) for stop in self._stops), default=0)
         cut = len(pending) - keep

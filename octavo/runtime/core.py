@@ -7,10 +7,9 @@ the engine.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import Protocol, cast, get_args
 
 from torch import Tensor
 
@@ -52,7 +51,7 @@ class Stats:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
-    finished: Counter[str] = field(default_factory=Counter)
+    finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(get_args(FinishReason), 0))
     """Answers by finish reason."""
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
 

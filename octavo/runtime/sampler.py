@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from octavo.errors import OctavoError
 from octavo.kernels.numerics import largest
 from octavo.runtime.sampling import SamplingParams
 
@@ -44,13 +45,16 @@ class Draw:
 
 
 def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int | Exception]:
-    """One token for every row of logits [n, V] F32, or what its token mask raised: a row fails by itself."""
+    """One token for every row of logits [n, V] F32, or why there is none: a row fails by itself.
+
+    A row fails if its largest logit is NaN or infinite, or if its token mask raises or leaves no token.
+    """
     outcomes: list[int | Exception] = [0] * len(draws)
     plain = [i for i, draw in enumerate(draws) if is_greedy(draw)]
     if plain:
         rows = logits if len(plain) == len(draws) else logits[plain]
         for i, token in zip(plain, greedy(rows).tolist(), strict=True):
-            outcomes[i] = token
+            outcomes[i] = token if token >= 0 else _not_finite()
     for i in range(len(draws)) if len(plain) < len(draws) else ():
         if not is_greedy(draws[i]):
             try:
@@ -61,9 +65,9 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int | Exception]:
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """The largest logit of every row, ties to the lower id: [n, V] -> [n] int64."""
-    best = logits == logits.amax(-1, keepdim=True)
-    return best.int().argmax(-1)
+    """The largest logit of every row, ties to the lower id: [n, V] -> [n] int64; -1 where it is NaN or infinite."""
+    best = logits.amax(-1, keepdim=True)
+    return (logits == best).int().argmax(-1).where(best.squeeze(-1).isfinite(), -1)
 
 
 def is_greedy(draw: Draw) -> bool:
@@ -81,21 +85,25 @@ def is_greedy(draw: Draw) -> bool:
 
 
 def sample_row(logits: Tensor, draw: Draw) -> int:
-    """One token from logits [V] F32."""
+    """One token from logits [V] F32. Raises if there is none, and whatever the token mask raises."""
     params = draw.params
     logits = allowed(penalised(logits, draw), draw)
-    if params.temperature == 0.0:
-        return int(greedy(logits.unsqueeze(0)))
-    scaled = filtered(logits.double() / params.temperature, params)
-    noise = gumbel_noise(scaled.shape[0], draw.seed, draw.index, len(draw.tokens), scaled.device)
-    return int(greedy((scaled + noise).unsqueeze(0)))
+    if params.temperature > 0.0:
+        values = logits.double()
+        # From the largest down, so that the lowest temperatures do not overflow.
+        scaled = filtered((values - values.max()) / params.temperature, params)
+        logits = scaled + gumbel_noise(scaled.shape[0], draw.seed, draw.index, len(draw.tokens), scaled.device)
+    token = int(greedy(logits.unsqueeze(0)))
+    if token < 0:
+        raise _not_finite()
+    return token
 
 
 def penalised(logits: Tensor, draw: Draw) -> Tensor:
     """Penalties and bias. Repetition counts prompt and answer; presence and frequency the answer alone."""
     params = draw.params
     if params.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted(set(draw.tokens)), device=logits.device)
+        seen = torch.tensor(sorted(set(draw.tokens)), dtype=torch.int64, device=logits.device)
         values = logits[seen]
         factor = params.repetition_penalty
         logits = logits.index_put((seen,), torch.where(values > 0, values / factor, values * factor))
@@ -124,7 +132,19 @@ def allowed(logits: Tensor, draw: Draw) -> Tensor:
                     "allowed token is expected"
                 )
             logits = logits.masked_fill(~mask.to(logits.device), -torch.inf)
+            if logits.max() == -torch.inf:
+                raise ValueError(
+                    f"token_mask allows only tokens that would end the answer, and min_tokens {params.min_tokens} "
+                    f"forbids those after {made} tokens"
+                )
     return logits
+
+
+def _not_finite() -> OctavoError:
+    return OctavoError(
+        "The largest logit is NaN or infinite, so no token can be drawn. The weights are damaged or a kernel is wrong: "
+        "compare with --numerics plain."
+    )
 
 
 def _described(mask: object) -> str:
@@ -154,7 +174,7 @@ def logprobs_of(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLo
     """Log probabilities of one token in each row of logits [n, V] F32, and of the ``top`` likeliest."""
     every = torch.log_softmax(logits.float(), dim=-1)
     chosen = every.gather(1, torch.tensor(tokens, device=logits.device).unsqueeze(1)).squeeze(1).tolist()
-    best = largest(every, top)
+    best = largest(logits, top)  # not of the logarithms, whose rounding makes ties
     ids, values = best.tolist(), every.gather(1, best).tolist()
     return [
         TokenLogprob(token, logprob, tuple(zip(row_ids, row_values, strict=True)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from octavo.errors import UsageError
 from octavo.kernels.paging import PAGE_TOKENS
@@ -35,8 +36,7 @@ class Sequence:
     """Its place in order of arrival, given by :meth:`Scheduler.add`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """Tokens ``start .. stop - 1`` of a sequence, computed in one step."""
 
     sequence: Sequence
@@ -57,10 +57,8 @@ class Step:
     preempted: list[Sequence] = field(default_factory=list)
     expired: list[Sequence] = field(default_factory=list)
     """Past their deadline, already taken out."""
-
-    @property
-    def rows(self) -> int:
-        return sum(work.stop - work.start for work in self.work)
+    rows: int = 0
+    """Of all work together."""
 
 
 class Scheduler:
@@ -76,26 +74,32 @@ class Scheduler:
         self.running: list[Sequence] = []
         """In order of arrival."""
         self._arrivals = 0
-        self._deadlines = 0
+        self._earliest = float("inf")
+        """No deadline is before this."""
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises :class:`UsageError` if it can never be computed here."""
+        self.check_room(sequence)
+        sequence.max_length = min(sequence.max_length, self.max_length)
+        sequence.order = self._arrivals
+        self._arrivals += 1
+        self._earliest = min(self._earliest, sequence.deadline)
+        self.waiting.append(sequence)
+
+    def check_room(self, sequence: Sequence) -> None:
+        """Raises :class:`UsageError` if a sequence can never be computed here. May be called from any thread."""
+        assert sequence.tokens, "a sequence has at least one token"
         if len(sequence.tokens) >= self.max_length:
             raise UsageError(
                 f"The prompt has {len(sequence.tokens)} tokens; prompt and answer together have room for "
                 f"{self.max_length}. Shorten it, or raise --kv-tokens or --max-model-len."
             )
-        sequence.order = self._arrivals
-        self._arrivals += 1
-        self._deadlines += sequence.deadline != float("inf")
-        self.waiting.append(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out, whatever its state; its slot and pages are free at once."""
         if sequence.done:
             return
         sequence.done = True
-        self._deadlines -= sequence.deadline != float("inf")
         if sequence.slot >= 0:
             self.running.remove(sequence)
             self._release(sequence)
@@ -105,14 +109,13 @@ class Scheduler:
     def schedule(self, now: float) -> Step:
         """Plan the next step; empty when nothing waits. Follow it with :meth:`computed`."""
         step = Step()
-        if self._deadlines:
-            step.expired = [s for s in (*self.running, *self.waiting) if s.deadline <= now]
-            for sequence in step.expired:
-                self.finish(sequence)
+        if now >= self._earliest:
+            self._expire(step, now)
         budget = self._decode_rows(step, self.row_budget)
         budget = self._prefill_rows(step, budget)
         if not step.preempted:  # what was just put back would only push out others in turn
-            self._admit(step, budget)
+            budget = self._admit(step, budget)
+        step.rows = self.row_budget - budget
         return step
 
     def computed(self, step: Step) -> None:
@@ -131,44 +134,50 @@ class Scheduler:
         orders = [sequence.order for sequence in self.running]
         assert orders == sorted(orders)
 
+    def _expire(self, step: Step, now: float) -> None:
+        """Take out what is past its deadline."""
+        step.expired = [s for s in (*self.running, *self.waiting) if s.deadline <= now]
+        for sequence in step.expired:
+            self.finish(sequence)
+        self._earliest = min((s.deadline for s in (*self.running, *self.waiting)), default=float("inf"))
+
     def _decode_rows(self, step: Step, budget: int) -> int:
-        """One row for every sequence that has one token left to compute."""
+        """One row for every sequence that has one token left to compute -> rows left."""
         work = step.work
-        for sequence in self.running.copy():
+        for sequence in self.running:  # preemption takes from its end: whoever has its row keeps it
+            if budget == 0:
+                break
             length = len(sequence.tokens)
-            if sequence.computed + 1 != length or budget == 0:
+            if sequence.computed + 1 != length:
                 continue
-            if length > len(sequence.pages) * PAGE_TOKENS and not self._reserve(step, sequence, length):
-                continue
-            if sequence.slot < 0:
-                continue
-            work.append(Work(sequence, length - 1, length, True))
-            budget -= 1
-        if step.preempted:
-            step.work = [work for work in step.work if work.sequence.slot >= 0]
-            budget = self.row_budget - len(step.work)
+            if length <= len(sequence.pages) * PAGE_TOKENS or self._reserve(step, sequence, length):
+                work.append(Work(sequence, length - 1, length, True))
+                budget -= 1
         return budget
 
     def _prefill_rows(self, step: Step, budget: int) -> int:
-        """Go on with prompts that are computed in part."""
-        for sequence in self.running.copy():
-            if budget == 0:
-                break
-            if sequence.slot < 0 or len(sequence.tokens) - sequence.computed <= 1:
-                continue
-            stop = min(len(sequence.tokens), sequence.computed + budget)
-            if self._reserve(step, sequence, stop):
-                step.work.append(Work(sequence, sequence.computed, stop, stop == len(sequence.tokens)))
-        step.work = [work for work in step.work if work.sequence.slot >= 0]
-        return self.row_budget - step.rows
+        """Go on with the prompt that is computed in part -> rows left.
 
-    def _admit(self, step: Step, budget: int) -> None:
-        """Give waiting sequences a slot, in order, while there are rows, slots, and pages for all their tokens."""
+        It is the youngest: while a prompt is not complete, no row is left to admit another. It has had its pages since
+        it was admitted.
+        """
+        sequence = self.running[-1] if self.running else None
+        if budget == 0 or sequence is None or len(sequence.tokens) - sequence.computed <= 1:
+            return budget
+        stop = min(len(sequence.tokens), sequence.computed + budget)
+        step.work.append(Work(sequence, sequence.computed, stop, stop == len(sequence.tokens)))
+        return budget - (stop - sequence.computed)
+
+    def _admit(self, step: Step, budget: int) -> int:
+        """Give waiting sequences a slot, in order, while there are rows, slots, and pages for all their tokens.
+
+        -> rows left
+        """
         while self.waiting and budget > 0 and self.slots.free:
             sequence = self.waiting[0]
             length = len(sequence.tokens)
             if -(-length // PAGE_TOKENS) > self.pages.free:
-                return
+                break
             self.waiting.popleft()
             (sequence.slot,) = self.slots.allocate(1)
             self._insert(sequence)
@@ -176,6 +185,7 @@ class Scheduler:
             self._grow(step, sequence, length)
             step.work.append(Work(sequence, 0, stop, stop == length))
             budget -= stop
+        return budget
 
     def _reserve(self, step: Step, sequence: Sequence, length: int) -> bool:
         """Pages for ``length`` tokens, taken from younger sequences if need be; False if it gave way itself."""

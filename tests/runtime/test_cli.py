@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -13,12 +14,12 @@ from octavo.runtime.cli import app
 from tests.model.mini_run import MINI
 
 
-def octavo(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def octavo(*arguments: str | Path, cwd: Path | None = None, stdin: str = "") -> subprocess.CompletedProcess[str]:
     code = "import sys; from octavo.runtime.cli import main; sys.argv[0] = 'octavo'; main()"
     command = [sys.executable, "-c", code, *map(str, arguments)]
     # One thread: idle threads of several processes on two cores would spin against each other.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=100)
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, cwd=cwd, env=environment, timeout=100)
 
 
 def test_generate_streams_to_stdout() -> None:
@@ -84,6 +85,34 @@ def test_checkpoint_init_and_inspect(tmp_path: Path) -> None:
     assert broken.returncode == 1 and shard.name in broken.stdout
     refused = octavo("generate", "--model", path, "x")
     assert refused.returncode == 1 and shard.name in refused.stderr
+
+
+def test_chat_reads_lines_from_a_pipe() -> None:
+    done = octavo("chat", "--model", MINI, "--max-tokens", "3", "--device", "cpu", stdin="Hi\n/reset\nHi\n")
+    first, second = done.stdout.split("\n")[:2]
+    assert done.returncode == 0 and first == second and "forgotten" in done.stderr
+
+
+def test_bench_writes_its_numbers(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    done = octavo(
+        *("bench", "--model", MINI, "--device", "cpu", "--json", file),
+        *("--requests", "2", "--prompt-tokens", "8", "--answer-tokens", "3"),
+    )
+    report = json.loads(file.read_text())
+    assert done.returncode == 0 and "prefill" in done.stdout and "256 requests" in done.stdout
+    assert report["engine"]["requests"] == 2 and report["engine"]["decode_tokens_per_second"] > 0
+    assert [entry["requests"] for entry in report["scheduler"]] == [1, 64, 256]
+    assert set(report["scheduler"][0]["microseconds"]) == {"schedule", "run", "sample", "deliver"}
+
+
+def test_doctor_says_what_fits() -> None:
+    done = octavo("doctor", "--model", MINI, "--device", "cpu", "--kv-tokens", "640", "--max-requests", "3")
+    assert "room for 640 tokens at 140 bytes each (packed) and 3 requests" in done.stdout
+    too_big = octavo("doctor", "--weights", "random", "--preset", "released", "--device", "cpu")
+    assert too_big.returncode == 1 and "-> fewer --layers" in too_big.stdout
+    nowhere = octavo("doctor", "--model", "nowhere")
+    assert nowhere.returncode == 1 and "no config.json" in nowhere.stdout
 
 
 def test_doctor() -> None:
