@@ -13,7 +13,7 @@ from typing import Protocol, cast, get_args
 
 from torch import Tensor
 
-from octavo.runtime.request import FinishReason, Request
+from octavo.runtime.request import Answer, FinishReason, Request
 from octavo.runtime.runner import Chunk
 from octavo.runtime.sampler import TokenLogprob, logprobs_of, sample
 from octavo.runtime.scheduler import Scheduler, Step
@@ -64,7 +64,8 @@ class EngineCore:
         self.runner = runner
         self.clock = clock
         self.stats = Stats()
-        self._ended = 0
+        self.ended = 0
+        """Answers that have ended since the start."""
         self.doing = "waiting for requests"
         """What the engine is at; read by the watchdog, from another thread."""
 
@@ -82,9 +83,8 @@ class EngineCore:
         if request.order >= 0 and not request.done:
             self._finish(request, "abort")
 
-    def step(self) -> int:
-        """Compute one step, if there is anything to compute -> how many answers ended."""
-        ended = self._ended
+    def step(self) -> None:
+        """Compute one step, if there is anything to compute."""
         times = [time.perf_counter()]
         self.doing = "scheduling"
         now = self.clock()
@@ -93,23 +93,25 @@ class EngineCore:
             self._finish(cast(Request, sequence), "timeout")
         times.append(time.perf_counter())
         if not step.work:
-            return self._ended - ended
+            self.doing = "waiting for requests"
+            return
         self._describe(step)
-        for work in step.work:
-            request = cast(Request, work.sequence)
+        chunks = []
+        for sequence, start, stop, _ in step.work:
+            request = cast(Request, sequence)
             if request.started is None:
                 request.started = now
+            chunks.append(Chunk(request.slot, start, request.tokens[start:stop]))
         self.runner.set_pages(step.new_pages)
-        chunks = [Chunk(w.sequence.slot, w.start, w.sequence.tokens[w.start : w.stop]) for w in step.work]
         hidden = self.runner.run(chunks)
         self.scheduler.computed(step)
         times.append(time.perf_counter())
         self.doing = f"sampling {len(step.work)} rows"
         rows, last = [], -1
-        for work in step.work:
-            last += work.stop - work.start
-            if work.samples:
-                rows.append((cast(Request, work.sequence), last))
+        for sequence, start, stop, samples in step.work:
+            last += stop - start
+            if samples:
+                rows.append((cast(Request, sequence), last))
         self._prompt_logprobs(step, hidden)
         sampled = self._sample(hidden, rows) if rows else []
         times.append(time.perf_counter())
@@ -120,7 +122,6 @@ class EngineCore:
         times.append(time.perf_counter())
         self._count(step, times)
         self.doing = "waiting for requests"
-        return self._ended - ended
 
     def _sample(self, hidden: Tensor, rows: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
         """Tokens of the rows that sample; a row that fails ends its request alone."""
@@ -153,7 +154,7 @@ class EngineCore:
         elif made == params.max_tokens or len(request.tokens) >= request.max_length:
             self._finish(request, "length", token=token, logprob=logprob, text=text)
         else:
-            request.deliver(text, token, logprob)
+            self._deliver(request, text, token, logprob)
 
     def _finish(
         self,
@@ -172,9 +173,23 @@ class EngineCore:
             rest, found = request.text.finish()
             text, stop = text + rest, found if found is not None else stop
             reason = "stop" if found is not None else reason
-        self._ended += 1
+        self.ended += 1
         self.stats.finished[reason] += 1
-        request.deliver(text, token, logprob, request.answer(reason, self.clock(), stop, error))
+        self._deliver(request, text, token, logprob, request.answer(reason, self.clock(), stop, error))
+
+    def _deliver(
+        self,
+        request: Request,
+        text: str,
+        token: int | None,
+        logprob: TokenLogprob | None,
+        answer: Answer | None = None,
+    ) -> None:
+        """Give the client its delta. One that cannot hear any more, its event loop being closed, harms no other."""
+        try:
+            request.deliver(text, token, logprob, answer)
+        except Exception:
+            self.abort(request)
 
     def _prompt_logprobs(self, step: Step, hidden: Tensor) -> None:
         """Log probabilities of the prompt tokens that follow this step's rows; none twice after a preemption."""

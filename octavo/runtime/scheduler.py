@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 from octavo.errors import UsageError
@@ -124,15 +125,17 @@ class Scheduler:
             work.sequence.computed = work.stop
 
     def check(self) -> None:
-        """Slots and pages are where the sequences say; nothing is lost. For tests and for idle moments."""
+        """Between two steps: slots and pages are where the sequences say, nothing is lost, nobody is overtaken."""
         self.slots.check()
         self.pages.check()
         held = [page for sequence in self.running for page in sequence.pages]
         assert len(set(held)) == len(held) == self.pages.count - self.pages.free
         assert len(self.running) == self.slots.count - self.slots.free
         assert all(s.slot < 0 and not s.pages and not s.computed and not s.done for s in self.waiting)
-        orders = [sequence.order for sequence in self.running]
-        assert orders == sorted(orders)
+        assert all(s.computed <= len(s.pages) * PAGE_TOKENS for s in self.running)
+        assert all(s.computed + 1 == len(s.tokens) for s in self.running[:-1]), "two prompts are computed in part"
+        orders = [sequence.order for sequence in (*self.running, *self.waiting)]
+        assert all(a < b for a, b in pairwise(orders))
 
     def _expire(self, step: Step, now: float) -> None:
         """Take out what is past its deadline."""
@@ -221,6 +224,6 @@ class Scheduler:
         sequence.slot = -1
 
     def _insert(self, sequence: Sequence) -> None:
-        """Arrivals ascend, and a preempted sequence returns before younger ones are admitted."""
+        """At the end: a preempted sequence returns before younger ones are admitted."""
         assert not self.running or self.running[-1].order < sequence.order
         self.running.append(sequence)
