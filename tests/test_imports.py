@@ -22,8 +22,8 @@ ROOMS: dict[str, frozenset[str]] = {
     "runtime": frozenset({"model", "kernels", "passes", "graphs"}),
 }
 """Each room, and the other rooms that it may import."""
-CONTRACTS = "octavo.kernels.operator"
-"""The one module of ``kernels`` that ``passes`` may import."""
+CONTRACTS = frozenset({"octavo.kernels.operator", "octavo.kernels.collectives"})
+"""What ``passes`` may import of ``kernels``: contracts, and the operators that the compiler inserts."""
 MAX_LINES = 500
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
@@ -96,7 +96,7 @@ def _may_import(room: str, target: str, name: str) -> bool:
     if room == "errors":
         return False
     if room == "passes" and target == "kernels":
-        return name == CONTRACTS or name.startswith(CONTRACTS + ".")
+        return any(name == module or name.startswith(module + ".") for module in CONTRACTS)
     return room == "runtime" or target == room or target in ROOMS[room]
 
 

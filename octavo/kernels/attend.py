@@ -33,6 +33,7 @@ _ROW_CHUNK = 64
     },
     results=(Returns(Gives.ROWS, DeadRows.ZERO),),
     source="spec/model.md 3.5",
+    before_write=("ring",),
 )
 def attend(
     query: Tensor,

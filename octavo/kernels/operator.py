@@ -70,6 +70,10 @@ class Contract:
     results: tuple[Returns, ...]
     source: str
     """The section of spec/model.md that the operator implements."""
+    before_write: frozenset[str] = frozenset()
+    """Pools that it reads as they were before this step; every other pool it reads after they were written."""
+    collective: bool = False
+    """It moves rows between ranks: an instruction of its own, carried out by a communicator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +95,7 @@ class Operator(Generic[Parameters, Result]):
         self.name = reference.__name__
         self.__doc__ = reference.__doc__
         self.contract = contract
+        self.mutates = frozenset(mutates)
         self.reference = reference
         devices = frozenset({"cpu", "cuda"})
         self.backends = (Backend("reference", devices, devices if capturable else frozenset()),)
@@ -104,6 +109,17 @@ class Operator(Generic[Parameters, Result]):
 
     def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         return cast(Result, self.overload(*args, **kwargs))
+
+    def reads_before_write(self, argument: str) -> bool:
+        """Whether a pool is read as it was before this step's write."""
+        return argument in self.contract.before_write
+
+    def backend(self, name: str) -> Backend:
+        """The backend called ``name``. Raises ValueError naming those there are."""
+        for backend in self.backends:
+            if backend.name == name:
+                return backend
+        raise ValueError(f"octavo::{self.name} has no backend {name!r}, only {[b.name for b in self.backends]}")
 
     def fake(self, function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
         """Decorator: shape and dtype of the results without data. Results are contiguous, however arguments lie."""
@@ -132,16 +148,20 @@ def operator(
     results: tuple[Returns, ...],
     source: str,
     mutates: tuple[str, ...] = (),
+    before_write: tuple[str, ...] = (),
+    collective: bool = False,
     capturable: bool = True,
 ) -> Callable[[Callable[Parameters, Result]], Operator[Parameters, Result]]:
     """Register the decorated function as ``octavo::<its name>``.
 
     ``capturable`` says whether the reference has static shapes and never waits for the device; ``mutates`` names
-    the arguments that it writes.
+    the arguments that it writes, ``before_write`` the pools that it reads as they were before the step.
     """
 
     def register(reference: Callable[Parameters, Result]) -> Operator[Parameters, Result]:
-        registered = Operator(reference, Contract(arguments, results, source), mutates, capturable)
+        registered = Operator(
+            reference, Contract(arguments, results, source, frozenset(before_write), collective), mutates, capturable
+        )
         OPERATORS[registered.name] = registered
         return registered
 

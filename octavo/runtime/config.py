@@ -47,9 +47,24 @@ class EngineConfig:
     kv_storage: Literal["packed", "bf16"] = option(
         "Entries as 4-bit codes or as BF16 values: the same numbers. Plain numerics keep F32.", "packed"
     )
+    graphs: Literal["on", "off", "eager", "compare", "poison"] = option(
+        "Run steps as compiled programs on static buffers (on), as plain calls (off), or to debug: without buffers "
+        "(eager), both ways instruction by instruction (compare), with NaN in everything unwritten (poison).",
+        "on",
+    )
+    buckets: str = option("Row counts to prepare programs for: default, dense, or such as 1,8,64.", "default")
+    dump_dir: Path | None = option(
+        "Write how the model was compiled to this directory, and a line for every step to its replay.jsonl.", None
+    )
     step_deadline: float = option("Seconds after which a step counts as hung and the engine ends.", 600.0)
 
     def __post_init__(self) -> None:
+        if self.model is not None:
+            object.__setattr__(self, "model", Path(self.model))  # a str is welcome too
+        if self.dump_dir is not None:
+            object.__setattr__(self, "dump_dir", Path(self.dump_dir))
+            if self.graphs == "off":
+                raise UsageError("--dump-dir writes how the model was compiled, and --graphs off compiles nothing")
         for name in ("layers", "experts", "chunk", "max_requests", "kv_tokens"):
             self._check(name, 1, 1 << 40, "must be at least 1")
         self._check("max_model_len", 2, 1 << 40, "must be at least 2, a prompt token and an answer token")

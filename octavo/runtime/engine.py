@@ -12,8 +12,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from octavo.errors import UsageError
+from octavo.graphs.dump import claim
 from octavo.runtime.answer_text import AnswerText
 from octavo.runtime.assemble import Progress, assemble
+from octavo.runtime.body_program import choose_buckets
 from octavo.runtime.config import EngineConfig
 from octavo.runtime.core import EngineCore
 from octavo.runtime.loop import EngineFailure, EngineLoop
@@ -58,7 +60,11 @@ class EngineBase:
 
     def __init__(self, config: EngineConfig | str | Path, progress: Progress | None = None) -> None:
         """Load the weights and start; ``progress(done, total)`` is called with bytes. Raises :class:`OctavoError`."""
+        began = time.perf_counter()
         self.config = config if isinstance(config, EngineConfig) else EngineConfig(model=Path(config))
+        buckets = choose_buckets(self.config.buckets, self.config.chunk)
+        if self.config.dump_dir is not None:
+            claim(self.config.dump_dir)
         assembly = assemble(self.config, progress)
         self.tokenizer = assembly.tokenizer
         self.model_config = assembly.config
@@ -70,7 +76,12 @@ class EngineBase:
             row_budget=self.config.chunk,
             max_length=self.capacity.max_model_len,
         )
-        self._loop = EngineLoop(EngineCore(scheduler, Runner(assembly)), self.config.step_deadline)
+        runner = Runner(assembly, buckets, self.config.graphs, self.config.dump_dir)
+        self._description += f"\n{runner.body.description}"
+        loaded = time.perf_counter() - began - sum(seconds for _, seconds in runner.body.timeline)
+        self.timeline = [("weights, tokenizer, pools", loaded), *runner.body.timeline]
+        self._body = runner.body
+        self._loop = EngineLoop(EngineCore(scheduler, runner), self.config.step_deadline)
 
     def describe(self) -> str:
         """What is loaded, where, in which numeric mode, and what fits."""
@@ -112,6 +123,8 @@ class EngineBase:
                 "waiting": len(scheduler.waiting),
                 "free_slots": scheduler.slots.free,
                 "free_pages": scheduler.pages.free,
+                "replays": dict(sorted(self._body.replays.items())),
+                "not_replayed": {reason.value: count for reason, count in self._body.not_replayed.items()},
             }
 
         answer = self._loop.ask(read)

@@ -38,7 +38,7 @@ class Pools:
     """All tensors that outlive a step. Contents of free pages and slots are never read."""
 
     def __init__(self, text: TextConfig, sizes: PoolSizes, storage: Storage, device: torch.device) -> None:
-        self.sizes = sizes
+        self.sizes, self.storage = sizes, storage
         dtype = torch.float32 if storage is Storage.F32 else torch.bfloat16
         ratios = [text.compress_ratios[source] for source in text.kv_source_layer_ids]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from octavo import kernels
 from octavo.model.inputs import Rows
 from octavo.runtime.assemble import Assembly
+from octavo.runtime.body_program import BodyProgram, GraphMode
 from octavo.runtime.pools import Pools
 
 
@@ -27,11 +29,18 @@ class Chunk:
 class Runner:
     """Owns the pools and runs steps on them."""
 
-    def __init__(self, assembly: Assembly) -> None:
+    def __init__(
+        self,
+        assembly: Assembly,
+        buckets: tuple[int, ...] = (),
+        graphs: GraphMode = "off",
+        dump_dir: Path | None = None,
+    ) -> None:
         self.assembly = assembly
         text, capacity = assembly.config.text_config, assembly.capacity
         self.pools = Pools(text, capacity.sizes, capacity.storage, assembly.device)
         self.pools.history = self.pools.history.to(assembly.tables.classes.device)
+        self.body = BodyProgram(assembly.model, self.pools, assembly.dtype, buckets, graphs, dump_dir)
 
     def set_pages(self, pages: Sequence[tuple[int, int, int]]) -> None:
         """Enter (slot, place in the slot's list, page) into the page table, for the steps that follow."""
@@ -66,8 +75,7 @@ class Runner:
             engram,
         )
         state = self.pools.state(write_slots, write_positions, write_starts)
-        hidden: Tensor = self.assembly.model.body(rows, state).hidden
-        return hidden
+        return self.body.run(rows, state)
 
     @torch.no_grad()
     def logits(self, hidden: Tensor, rows: list[int]) -> Tensor:

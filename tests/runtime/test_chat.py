@@ -15,7 +15,7 @@ from tests.model.mini_run import MINI
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    with Engine(EngineConfig(model=MINI, device="cpu", kv_tokens=512, max_requests=2)) as running:
+    with Engine(EngineConfig(model=MINI, device="cpu", kv_tokens=512, max_requests=2, graphs="off")) as running:
         yield running
 
 

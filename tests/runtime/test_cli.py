@@ -27,13 +27,26 @@ def test_generate_streams_to_stdout() -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\n") >= 2
     assert done.stderr.count("5 generated") == 2 and "reference numerics" in done.stderr
-    again = octavo("generate", "--model", MINI, "--max-tokens", "5", "--device", "cpu", "world")
+    again = octavo("generate", "--model", MINI, "--max-tokens", "5", "--device", "cpu", "--graphs", "off", "world")
     assert done.stdout.endswith(again.stdout), "an answer does not depend on the prompts before it"
 
 
 def test_generate_with_random_weights() -> None:
     done = octavo(
-        *("generate", "--weights", "random", "--preset", "mini", "--layers", "3", "--device", "cpu", "--raw"),
+        *(
+            "generate",
+            "--weights",
+            "random",
+            "--preset",
+            "mini",
+            "--layers",
+            "3",
+            "--device",
+            "cpu",
+            "--raw",
+            "--graphs",
+            "off",
+        ),
         *("--max-tokens", "3", "--temperature", "0.8", "--seed", "2", "--numerics", "plain", "Hello"),
     )
     assert done.returncode == 0, done.stderr
@@ -88,7 +101,9 @@ def test_checkpoint_init_and_inspect(tmp_path: Path) -> None:
 
 
 def test_chat_reads_lines_from_a_pipe() -> None:
-    done = octavo("chat", "--model", MINI, "--max-tokens", "3", "--device", "cpu", stdin="Hi\n/reset\nHi\n")
+    done = octavo(
+        "chat", "--model", MINI, "--max-tokens", "3", "--device", "cpu", "--graphs", "off", stdin="Hi\n/reset\nHi\n"
+    )
     first, second = done.stdout.split("\n")[:2]
     assert done.returncode == 0 and first == second and "forgotten" in done.stderr
 
@@ -133,7 +148,7 @@ def options(command: str) -> set[str]:
 ENGINE = {
     *("--model", "--weights", "--preset", "--layers", "--experts", "--weights-seed", "--device", "--numerics"),
     *("--chunk", "--max-requests", "--max-model-len", "--kv-tokens", "--memory-fraction", "--kv-storage"),
-    "--step-deadline",
+    *("--step-deadline", "--graphs", "--buckets", "--dump-dir"),
 }
 SAMPLING = {
     *("--max-tokens", "--min-tokens", "--temperature", "--top-k", "--top-p", "--min-p", "--seed", "--n", "--timeout"),

@@ -16,7 +16,7 @@ from tests.model.mini_run import MINI, golden
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    with Engine(EngineConfig(model=MINI, device="cpu", kv_tokens=200)) as running:
+    with Engine(EngineConfig(model=MINI, device="cpu", kv_tokens=200, graphs="off")) as running:
         yield running
 
 
@@ -32,7 +32,7 @@ def test_greedy_answer_is_the_golden_one() -> None:
 def test_chunk_size_changes_nothing() -> None:
     answers = []
     for chunk in (1, 5, 8192):
-        with Engine(EngineConfig(model=MINI, device="cpu", chunk=chunk)) as engine:
+        with Engine(EngineConfig(model=MINI, device="cpu", chunk=chunk, graphs="off")) as engine:
             answers += engine.generate(["The quick brown fox"], SamplingParams(max_tokens=8))
     assert {tuple(answer.ids) for answer in answers} == {tuple(answers[0].ids)}
 
@@ -154,7 +154,7 @@ def test_a_device_that_is_not_there() -> None:
 
 
 def test_closed_engine(engine: Engine) -> None:
-    with Engine(EngineConfig(weights="random", preset="mini", layers=1, device="cpu")) as other:
+    with Engine(EngineConfig(weights="random", preset="mini", layers=1, device="cpu", graphs="off")) as other:
         pass
     with pytest.raises(EngineFailure, match="closed"):
         other.generate(["abc"])
@@ -164,8 +164,8 @@ def test_closed_engine(engine: Engine) -> None:
 def test_random_weights_equal_the_checkpoint_of_their_seed(tmp_path: Path) -> None:
     init_checkpoint("mini", tmp_path, seed=4)
     configs = [
-        EngineConfig(model=tmp_path, device="cpu"),
-        EngineConfig(weights="random", preset="mini", weights_seed=4, device="cpu"),
+        EngineConfig(model=tmp_path, device="cpu", graphs="off"),
+        EngineConfig(weights="random", preset="mini", weights_seed=4, device="cpu", graphs="off"),
     ]
     answers = []
     for config in configs:
@@ -176,7 +176,7 @@ def test_random_weights_equal_the_checkpoint_of_their_seed(tmp_path: Path) -> No
 
 def test_subset_of_layers_and_experts() -> None:
     """Fewer layers than the drafts target, and rows routed to experts that are not resident."""
-    with Engine(EngineConfig(model=MINI, layers=5, experts=3, device="cpu")) as engine:
+    with Engine(EngineConfig(model=MINI, layers=5, experts=3, device="cpu", graphs="compare")) as engine:
         assert "5 layers, 3 of 8 experts" in engine.describe()
         (answer,) = engine.generate(["abc"], SamplingParams(max_tokens=4))
     assert len(answer.ids) == 4

@@ -1,0 +1,64 @@
+"""From a module to a compilation that the passes can rewrite: export, and the source of every input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind as ExportedKind
+
+from octavo.graphs.capture import capture
+from octavo.passes.base import Compilation, GraphError, GraphInput, InputKind
+
+
+def compilation_of(
+    module: nn.Module,
+    inputs: dict[str, Any],
+    classify: Callable[[str], GraphInput],
+) -> Compilation:
+    """Export ``module(*inputs.values())`` and say where every input of the graph comes from.
+
+    ``inputs`` are registered dataclasses by name; ``classify`` is given the path of each of their tensors, such as
+    ``state.rings.3``, and tells its kind and what its dead rows hold. Tensors of kind ROWS and WRITES are dynamic.
+    """
+    leaves = dict(_leaves(inputs))
+    sources = {path: classify(path) for path in leaves}
+    moving = [tensor for path, tensor in leaves.items() if sources[path].kind in (InputKind.ROWS, InputKind.WRITES)]
+    program = capture(module, tuple(inputs.values()), moving)
+    return Compilation(program.graph_module, _graph_inputs(program, list(sources.values())), _output_paths(program))
+
+
+def input_names(compilation: Compilation) -> dict[str, str]:
+    """Placeholder name of every input path."""
+    return {entry.path: name for name, entry in compilation.inputs.items()}
+
+
+def _leaves(inputs: dict[str, Any]) -> list[tuple[str, Tensor]]:
+    found = []
+    for name, value in inputs.items():
+        for keys, tensor in pytree.tree_flatten_with_path(value)[0]:
+            suffix = pytree.keystr(keys).replace("[", ".").replace("]", "")
+            found.append((name + suffix, tensor))
+    return found
+
+
+def _graph_inputs(program: ExportedProgram, user_inputs: list[GraphInput]) -> dict[str, GraphInput]:
+    kinds = {ExportedKind.PARAMETER: InputKind.WEIGHT, ExportedKind.BUFFER: InputKind.CONSTANT}
+    users = iter(user_inputs)
+    found: dict[str, GraphInput] = {}
+    for spec in program.graph_signature.input_specs:
+        name = spec.arg.name
+        if spec.kind is ExportedKind.USER_INPUT:
+            found[name] = next(users)
+        elif spec.kind in kinds and spec.target is not None:
+            found[name] = GraphInput(kinds[spec.kind], spec.target)
+        else:
+            raise GraphError(f"input {name} of kind {spec.kind} is not expected")
+    return found
+
+
+def _output_paths(program: ExportedProgram) -> tuple[str, ...]:
+    return tuple(str(spec.arg.name) for spec in program.graph_signature.output_specs)

@@ -1,0 +1,174 @@
+"""A directory that shows what became of a graph: before and after each pass, and the program that came out.
+
+The directory is claimed before any work starts. Everything in it is a function of the model, the options and the
+versions, except ``timings.json``; so two dumps can be compared with ``diff -r``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from octavo.errors import OctavoError, UsageError
+from octavo.graphs import pages
+from octavo.graphs.describe import GraphText, describe
+from octavo.graphs.differences import Difference, compare
+from octavo.graphs.facts import GENERATOR, SCHEMA, Facts, facts_of
+from octavo.graphs.program_text import program_text
+from octavo.passes.base import Compilation, Pass, PassContext
+from octavo.passes.runner import PassResult
+
+REPORT = "report.json"
+_PAGES = {
+    "index.md": pages.index_page,
+    "pieces.md": pages.pieces_page,
+    "buffers.md": pages.buffers_page,
+    "buckets.md": pages.buckets_page,
+    "collectives.md": pages.collectives_page,
+}
+_OTHER_FILES = ("program.py.txt", "timings.json")
+_PROGRAMS = ("sharded", "replicated")
+"""Directories of a dump of several programs."""
+
+
+def claim(directory: Path) -> None:
+    """Make ``directory`` an empty dump: create it, or replace the dump that it holds.
+
+    Raises :class:`UsageError` if it cannot be written, or holds something else.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if any(directory.iterdir()) and not _is_dump(directory):
+            raise UsageError(
+                f"{directory} is not empty and holds no graph dump ({REPORT} of `{GENERATOR}`). "
+                "Name a new or empty directory, or one that a dump was written to."
+            )
+        _write_json(directory / REPORT, {"schema": SCHEMA, "generator": GENERATOR, "complete": False})
+        for old in (directory, *(directory / name for name in _PROGRAMS)):
+            for file in (*_PAGES, *_OTHER_FILES):
+                (old / file).unlink(missing_ok=True)
+            for text in (old / "passes").glob("[0-9][0-9]_*.txt"):
+                text.unlink()
+        for name in _PROGRAMS:
+            if _is_dump(directory / name):
+                (directory / name / REPORT).unlink()
+    except OSError as error:
+        raise UsageError(
+            f"{directory} cannot be written: {error.strerror or error}. Name a directory that can be made or written."
+        ) from error
+
+
+def _is_dump(directory: Path) -> bool:
+    try:
+        report = json.loads((directory / REPORT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(report, dict) and report.get("generator") == GENERATOR
+
+
+class DumpWriter:
+    """Writes one program. Call :meth:`captured`, pass :meth:`after` to ``run_passes``, end with :meth:`finish`."""
+
+    def __init__(self, directory: Path) -> None:
+        """Claims the directory. Raises :class:`UsageError` for one that cannot be used."""
+        claim(directory)
+        self._directory = directory
+        self._stages: list[tuple[str, GraphText, Difference | None]] = []
+
+    def captured(self, compilation: Compilation) -> None:
+        """Note the graph before the first pass."""
+        self._stages.append(("captured", describe(compilation), None))
+
+    def after(self, each: Pass, compilation: Compilation) -> None:
+        """Note the graph behind a pass."""
+        assert self._stages, "captured() comes first"
+        text = describe(compilation)
+        self._stages.append((each.name, text, compare(self._stages[-1][1], text)))
+
+    def finish(
+        self,
+        compilation: Compilation,
+        context: PassContext,
+        buckets: Sequence[int],
+        results: Sequence[PassResult],
+        title: Sequence[str] = (),
+        timeline: Mapping[str, float] | None = None,
+    ) -> Facts:
+        """Write everything -> the report. ``title`` says what the model is; ``timeline`` holds seconds by phase.
+
+        Raises :class:`OctavoError` if writing fails after all, such as on a full disk.
+        """
+        report = self._report(compilation, context, buckets, results, title)
+        program = program_text(compilation, report, GENERATOR)
+        seconds = dict(timeline or {}) | {f"pass {result.name}": result.seconds for result in results}
+        try:
+            (self._directory / "passes").mkdir(exist_ok=True)
+            for entry, (_, text, difference) in zip(report["passes"], self._stages, strict=True):
+                heading = [f"The graph after {entry['name']}. r: rows on this rank.", ""]
+                self._write(entry["file"], [*heading, *text.annotated()])
+                if difference is not None:
+                    self._write(entry["diff"], [f"What {entry['name']} did.", "", *difference.lines()])
+            for file, page in _PAGES.items():
+                self._write(file, page(report))
+            self._write("program.py.txt", program)
+            _write_json(self._directory / "timings.json", {name: round(value, 4) for name, value in seconds.items()})
+            _write_json(self._directory / REPORT, report)
+        except OSError as error:
+            raise OctavoError(f"the dump in {self._directory} is incomplete: {error}") from error
+        return report
+
+    def _report(
+        self,
+        compilation: Compilation,
+        context: PassContext,
+        buckets: Sequence[int],
+        results: Sequence[PassResult],
+        title: Sequence[str],
+    ) -> Facts:
+        by_name = {result.name: result.report for result in results}
+        passes = []
+        for number, (name, text, difference) in enumerate(self._stages):
+            done = by_name.get(name)
+            stem = f"passes/{number:02}_{name}"
+            passes.append(
+                {
+                    "number": number,
+                    "name": name,
+                    "nodes": len(text.nodes),
+                    "judged": done.matched if done else 0,
+                    "added": len(difference.added) if difference else 0,
+                    "removed": len(difference.removed) if difference else 0,
+                    "difference": difference.summary() if difference else "-",
+                    "notes": list(done.notes) if done else [],
+                    "file": f"{stem}.txt",
+                    "diff": f"{stem}.diff.txt" if difference else None,
+                }
+            )
+        head = {"schema": SCHEMA, "generator": GENERATOR, "complete": True, "title": list(title), "passes": passes}
+        return head | facts_of(compilation, context, buckets)
+
+    def _write(self, file: str, lines: Sequence[str]) -> None:
+        (self._directory / file).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def write_overview(directory: Path, title: Sequence[str], programs: Mapping[str, Facts]) -> None:
+    """Index and report of a claimed directory whose subdirectories hold ``programs``."""
+    try:
+        (directory / "index.md").write_text(
+            "\n".join(pages.overview_page(title, dict(programs))) + "\n", encoding="utf-8"
+        )
+        report = {
+            "schema": SCHEMA,
+            "generator": GENERATOR,
+            "complete": True,
+            "title": list(title),
+            "programs": {name: f"{name}/{REPORT}" for name in programs},
+        }
+        _write_json(directory / REPORT, report)
+    except OSError as error:
+        raise OctavoError(f"the dump in {directory} is incomplete: {error}") from error
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,301 @@
+"""The pages of a dump, written from its facts, so that no page can say anything else than the report."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+
+from octavo.graphs.facts import GENERATOR, Facts
+from octavo.graphs.tables import counted, layer_span, ranges, size, table
+
+_PLACEMENTS = {
+    "whole": "one rank: every row is here",
+    "sharded": "rows are dealt over the ranks (prefill and mixed steps)",
+    "replicated": "every rank has all rows (decode steps, and steps of fewer rows than ranks)",
+}
+
+
+def index_page(report: Facts) -> list[str]:
+    """What to read first."""
+    kinds, buckets = report["kinds"], report["buckets"]
+    by_kind: dict[str, int] = defaultdict(int)
+    for kind in kinds:
+        by_kind[kind["kind"]] += kind["count"]
+    instructions = ", ".join(counted(count, kind) for kind, count in by_kind.items())
+    top = buckets[-1]
+    unshared = sum(buffer["bytes_per_row"] for buffer in report["buffers"])
+    shared = sum(storage["bytes_per_row"] for storage in report["storages"])
+    passes = [
+        (
+            f"{entry['number']:02}",
+            entry["name"],
+            entry["nodes"],
+            entry["difference"],
+            "; ".join(entry["notes"]),
+            f"[graph]({entry['file']})" + (f" [diff]({entry['diff']})" if entry["diff"] else ""),
+        )
+        for entry in report["passes"]
+    ]
+    return [
+        "# Graph dump",
+        "",
+        *(f"{line}  " for line in report["title"]),
+        f"{counted(report['ranks'], 'rank')} on {report['device']}; {_PLACEMENTS[report['rows']]}",
+        "",
+        f"A step is **{counted(sum(by_kind.values()), 'instruction')} of {counted(len(kinds), 'kind')}**: "
+        f"{instructions}.  ",
+        f"They work on {len(report['buffers'])} static buffers that share {len(report['storages'])} storages: "
+        f"{size(shared)} a row instead of {size(unshared)}, {size(top['buffer_bytes'])} in all.  ",
+        f"Programs are ready for {len(buckets)} row counts up to {top['rows']:,} rows on a rank.  ",
+        _collective_line(report),
+        "",
+        "| page | answers |",
+        "| ---- | ------- |",
+        "| [pieces.md](pieces.md) | what is captured as one, why each boundary is there, what crosses it |",
+        "| [buffers.md](buffers.md) | who writes and reads each static buffer, its life, its neighbours, its padding |",
+        "| [buckets.md](buckets.md) | which row counts are prepared, and what each costs |",
+        "| [collectives.md](collectives.md) | what moves between ranks, for whom, and how many bytes |",
+        "| [program.py.txt](program.py.txt) | the whole step as Python |",
+        "| [report.json](report.json) | the same facts for programs |",
+        "| [timings.json](timings.json) | seconds of this dump; the only file that differs from run to run |",
+        "",
+        "`L3.rotate.2` is the second `rotate` of layer 3, `L3.mhc_mix[1]` the second result of its `mhc_mix`; inputs "
+        "and weights go by their paths. `L*` stands for the layer. r: rows on a rank; b: rows of a bucket.",
+        "",
+        "## Passes",
+        "",
+        "Nodes are inputs and calls; `+` added, `-` removed, changed: computes something else, annotated: a pass wrote "
+        "down what it learned.",
+        "",
+        *table(("no", "pass", "nodes", "what it did", "notes", "files"), passes, right="nodes"),
+        "",
+        "## Pieces",
+        "",
+        *_kinds_table(kinds),
+        "",
+        f"Plan hash {report['plan_hash']}: equal on all ranks, or they would not fit together.",
+    ]
+
+
+def _collective_line(report: Facts) -> str:
+    moves = report["collectives"]
+    if not moves:
+        return "No rows move between ranks."
+    sent = report["buckets"][-1]["collective_bytes_sent_per_rank"]
+    return f"{len(moves)} collectives send {size(sent)} from each rank in the largest bucket."
+
+
+def _kinds_table(kinds: Sequence[Facts]) -> list[str]:
+    rows = [
+        (
+            kind["of"],
+            kind["kind"],
+            f"x {kind['count']}",
+            ranges(kind["layers"]),
+            kind["nodes"],
+            f"{size(kind['buffer_bytes_in_per_row'])} -> {size(kind['buffer_bytes_out_per_row'])}",
+            size(kind["weight_bytes"]),
+            _without_layer(kind["why"]) if kind["count"] > 1 else kind["why"],
+        )
+        for kind in kinds
+    ]
+    headings = ("kind", "is a", "count", "layers", "nodes", "bytes a row", "weights", "why")
+    return table(headings, rows, right="count|nodes|bytes a row|weights")
+
+
+def _without_layer(text: str) -> str:
+    return re.sub(r"\bL\d+\.", "L*.", text)
+
+
+def pieces_page(report: Facts) -> list[str]:
+    lines = [
+        "# Pieces",
+        "",
+        "A step runs these in order. Segments are captured as one; breaks are called, since they cannot be captured; "
+        "collectives move rows between ranks. Pieces that do the same are one kind, compiled and checked once.",
+        "",
+        "## Kinds",
+        "",
+        *_kinds_table(report["kinds"]),
+    ]
+    first = {piece["number"]: piece for piece in report["pieces"]}
+    for kind in report["kinds"]:
+        piece = first[kind["pieces"][0]]
+        operators = ", ".join(f"{name} x {count}" if count > 1 else name for name, count in kind["operators"].items())
+        lines += [
+            "",
+            f"### {kind['of']}: {kind['kind']} x {kind['count']}",
+            "",
+            f"* {layer_span(kind['layers'])}; pieces {ranges(kind['pieces'])}; digest {kind['digest']}",
+            f"* why: {kind['why']}",
+            f"* {counted(kind['nodes'], 'node')}: {operators}",
+            f"* reads weights {size(kind['weight_bytes'])}, pools {size(kind['pool_bytes'])}, and "
+            f"{size(kind['buffer_bytes_in_per_row'])} a row of buffers; "
+            f"writes {size(kind['buffer_bytes_out_per_row'])} a row",
+        ]
+        for provenance in ("buffer", "weight", "constant", "pool", "live"):
+            found = [operand["name"] for operand in piece["inputs"] if operand["from"] == provenance]
+            if found:
+                lines.append(f"* from {provenance}: {', '.join(found)}")
+        if piece["writes"]:
+            lines.append(f"* writes: {', '.join(piece['writes'])}")
+        if piece["updates"]:
+            lines.append(f"* updates in place: {', '.join(piece['updates'])}")
+    rows = [
+        (piece["number"], piece["of"], piece["kind"], ranges(piece["layers"]), piece["why"])
+        for piece in report["pieces"]
+    ]
+    return [*lines, "", "## In order", "", *table(("no", "kind", "is a", "layers", "why"), rows, right="no")]
+
+
+def buffers_page(report: Facts) -> list[str]:
+    groups: dict[tuple[str, ...], list[Facts]] = defaultdict(list)
+    for buffer in report["buffers"]:
+        key = (_without_layer(buffer["name"]), buffer["dtype"], buffer["shape"], buffer["dead_rows"])
+        groups[key].append(buffer)
+    kinds = [
+        (name, f"{dtype}{shape}", f"x {len(members)}", size(members[0]["bytes_per_row"]), dead)
+        for (name, dtype, shape, dead), members in groups.items()
+    ]
+    storages = [
+        (s["storage"], size(s["bytes_per_row"]), len(s["buffers"]), _shortened(s["buffers"]))
+        for s in report["storages"]
+    ]
+    every = [
+        (
+            buffer["name"],
+            f"{buffer['dtype']}{buffer['shape']}",
+            size(buffer["bytes_per_row"]),
+            buffer["writer"],
+            _readers(buffer),
+            _life(buffer, len(report["pieces"])),
+            buffer["storage"],
+            len(buffer["aliases"]),
+            buffer["dead_rows"],
+        )
+        for buffer in report["buffers"]
+    ]
+    headings = ("buffer", "shape", "a row", "writer", "readers", "life", "storage", "aliases", "dead rows")
+    return [
+        "# Buffers",
+        "",
+        "Every value that crosses from one piece into another lies in a static buffer: allocated once at the largest "
+        "bucket, so its address never changes, and sliced for the others. b is the bucket's row count. One piece "
+        "writes it; buffers of one storage have disjoint lives.",
+        "",
+        "Dead rows are the bucket's padding. `zero` and `minus one`: the writer's contract says so. `carried`: a "
+        "function of the dead input row, which no live row ever reads. `filled with`: what a step's inputs bring.",
+        "",
+        "## Kinds",
+        "",
+        *table(("buffer", "shape", "count", "a row", "dead rows"), kinds, right="count|a row"),
+        "",
+        "## Storages",
+        "",
+        *table(("storage", "a row", "buffers", "which, in the order of their lives"), storages, right="a row|buffers"),
+        "",
+        "## All",
+        "",
+        "Writers and readers are pieces.",
+        "",
+        *table(headings, every, right="a row|storage|aliases"),
+    ]
+
+
+def _readers(buffer: Facts) -> str:
+    pieces = [reader for reader in buffer["readers"] if reader != "result"]
+    return ", ".join([ranges(pieces)] * bool(pieces) + ["result"] * ("result" in buffer["readers"]))
+
+
+def _life(buffer: Facts, end: int) -> str:
+    first, last = buffer["life"]
+    return f"{'start' if first < 0 else first} to {'end' if last >= end else last}"
+
+
+def _shortened(names: Sequence[str]) -> str:
+    if len(names) <= 4:
+        return ", ".join(names)
+    return f"{', '.join(names[:3])}, ... {names[-1]}"
+
+
+def buckets_page(report: Facts) -> list[str]:
+    ranks = report["ranks"] if report["rows"] == "sharded" else 1
+    rows = [
+        (
+            f"{bucket['rows']:,}",
+            f"{bucket['rows'] * ranks:,}",
+            bucket["most_padding_rows"],
+            f"{bucket['most_padding_rows'] / bucket['rows']:.1%}",
+            size(bucket["buffer_bytes"]),
+            size(bucket["collective_bytes_sent_per_rank"]),
+        )
+        for bucket in report["buckets"]
+    ]
+    headings = ("rows on a rank", "rows of a step", "padding at most", "share", "buffers", "sent by a rank")
+    return [
+        "# Buckets",
+        "",
+        "A step takes the smallest bucket that holds its rows; the rest of the bucket is padding. Buffers are slices "
+        "of one allocation, as large as the last line says.",
+        "",
+        *table(headings, rows, right="|".join(headings)),
+    ]
+
+
+def collectives_page(report: Facts) -> list[str]:
+    moves = report["collectives"]
+    lines = ["# Collectives", "", f"{counted(report['ranks'], 'rank')}; {_PLACEMENTS[report['rows']]}."]
+    if not moves:
+        return [*lines, "", "None: no rows move."]
+    rows = [
+        (
+            move["piece"],
+            ranges(move["layers"]),
+            move["operation"],
+            ", ".join(move["values"]),
+            size(move["bytes_in_per_row"]),
+            size(move["bytes_out_per_row"]),
+            size(move["bytes_sent_per_row"]),
+            move["why"],
+        )
+        for move in moves
+    ]
+    headings = ("piece", "layers", "operation", "values", "brought", "received", "sent", "why")
+    sent = sum(move["bytes_sent_per_row"] for move in moves)
+    return [
+        *lines,
+        "All ranks run them in this order. Bytes are for each row of the bucket, on each rank: what it brings, what it "
+        "has afterwards, and what it sends if the ring algorithm carries it out.",
+        "",
+        *table(headings, rows, right="piece|brought|received|sent"),
+        "",
+        f"In all a rank sends {size(sent)} a row, {size(report['buckets'][-1]['collective_bytes_sent_per_rank'])} in "
+        "the largest bucket.",
+    ]
+
+
+def overview_page(title: Sequence[str], programs: dict[str, Facts]) -> list[str]:
+    """Index of a dump of several programs: directory name -> report."""
+    rows = [
+        (
+            f"[{name}]({name}/index.md)",
+            _PLACEMENTS[report["rows"]],
+            len(report["pieces"]),
+            len(report["collectives"]),
+            f"{report['buckets'][-1]['rows']:,}",
+            size(report["buckets"][-1]["buffer_bytes"]),
+            report["plan_hash"],
+        )
+        for name, report in programs.items()
+    ]
+    headings = ("program", "for", "instructions", "collectives", "rows to", "buffers", "plan hash")
+    return [
+        "# Graph dump",
+        "",
+        *(f"{line}  " for line in title),
+        "",
+        f"Several ranks need {len(rows)} programs. Written by `{GENERATOR}`.",
+        "",
+        *table(headings, rows, right="instructions|collectives|rows to|buffers"),
+    ]

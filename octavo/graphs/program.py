@@ -1,0 +1,198 @@
+"""A program: a flat list of instructions over static buffers, and the loop that runs it.
+
+Buffers are allocated once, at the largest bucket; every bucket works on slices of them, so addresses never change. At
+the first replay of each bucket the addresses of weights, pools and buffers are noted, and compared at every later one's
+start (:meth:`Program.check_addresses`). The loop knows nothing of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.collectives import Communicator
+from octavo.passes.base import Compilation, GraphError, GraphInput, InputKind
+from octavo.passes.breaks import PieceKind
+from octavo.passes.lower import Instruction, Source
+from octavo.passes.plan_buffers import Buffer
+
+Call = Callable[..., object]
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """An instruction with its tensors for one bucket."""
+
+    call: Call
+    operands: tuple[Tensor, ...]
+    results: tuple[Tensor, ...]
+
+
+class Program:
+    """Instructions, the tensors they work on, and their state of readiness."""
+
+    def __init__(
+        self,
+        compilation: Compilation,
+        resident: Mapping[str, Tensor],
+        buckets: tuple[int, ...],
+        device: torch.device,
+        communicator: Communicator | None = None,
+    ) -> None:
+        """``resident`` maps paths of weights, constants and pools to their tensors, which stay where they are."""
+        self.instructions: list[Instruction] = list(compilation.instructions)
+        self.buffers: dict[str, Buffer] = dict(compilation.buffers)
+        self.inputs: dict[str, GraphInput] = dict(compilation.inputs)
+        self.outputs = tuple(node.name for node in compilation.graph.output_node().all_input_nodes)
+        self.buckets = buckets
+        self._communicator = communicator
+        self._resident = {
+            name: resident[entry.path]
+            for name, entry in self.inputs.items()
+            if entry.kind not in (InputKind.ROWS, InputKind.WRITES)
+        }
+        sizes: dict[int, int] = {}
+        for buffer in self.buffers.values():
+            sizes[buffer.storage] = max(sizes.get(buffer.storage, 0), buffer.row_bytes * buckets[-1])
+        self._storages = {
+            storage: torch.zeros(size, dtype=torch.uint8, device=device) for storage, size in sizes.items()
+        }
+        self._bound: dict[int, list[Bound]] = {}
+        self._views: dict[int, dict[str, Tensor]] = {}
+        self._addresses: dict[int, list[int]] = {}
+
+    @property
+    def buffer_bytes(self) -> int:
+        return sum(storage.numel() for storage in self._storages.values())
+
+    def warm_up(self) -> None:
+        """Bind every bucket, largest first."""
+        for bucket in reversed(self.buckets):
+            self._views[bucket] = {name: self._view(buffer, bucket) for name, buffer in self.buffers.items()}
+            self._bound[bucket] = [self._bind(instruction, bucket) for instruction in self.instructions]
+
+    def view(self, name: str, bucket: int) -> Tensor:
+        """The slice of a buffer that a bucket works on."""
+        return self._views[bucket][name]
+
+    def load(self, values: Mapping[str, Tensor], bucket: int) -> None:
+        """Write a step's inputs into their buffers, the live rows first, what dead rows hold behind them."""
+        for name, value in values.items():
+            view = self._views[bucket][name]
+            live = value.shape[0]
+            view[:live].copy_(value)
+            view[live:].fill_(self.inputs[name].fill)
+
+    def replay(self, bucket: int) -> tuple[Tensor, ...]:
+        """Run all instructions -> the results of the program, slices of their buffers."""
+        self.check_addresses(bucket)
+        for bound in self._bound[bucket]:
+            self._step(bound)
+        return tuple(self._views[bucket][name] for name in self.outputs)
+
+    def run_eager(self, values: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """The same instructions on the values as they are: no buffers, no padding. ``values`` by input name."""
+        live: dict[str, Tensor] = dict(values)
+        for instruction in self.instructions:
+            live.update(self._eager(instruction, live, self._resident))
+        return tuple(live[name] for name in self.outputs)
+
+    def compare(self, values: Mapping[str, Tensor], bucket: int) -> tuple[Tensor, ...]:
+        """Run eagerly and replayed, one instruction after another; raise GraphError at the first difference.
+
+        Live rows of every result and all pools that an instruction writes must be equal to the bit.
+        """
+        live: dict[str, Tensor] = dict(values)
+        self.load(values, bucket)
+        for instruction, bound in zip(self.instructions, self._bound[bucket], strict=True):
+            pools = {o.name: self._resident[o.name] for o in instruction.operands if o.source is Source.POOL}
+            copies = {name: pool.clone() for name, pool in pools.items()}
+            eager = self._eager(instruction, live, {**self._resident, **copies})
+            self._step(bound)
+            for name, value in eager.items():
+                replayed = self._views[bucket][name][: value.shape[0]]
+                self._expect_equal(instruction, name, value, replayed)
+            for name, pool in pools.items():
+                self._expect_equal(instruction, self.inputs[name].path, copies[name], pool)
+            live.update(eager)
+        return tuple(self._views[bucket][name] for name in self.outputs)
+
+    def poison(self) -> None:
+        """Fill every buffer with bytes that read as NaN in any float type: whoever reads what nobody wrote shows it."""
+        for storage in self._storages.values():
+            storage.fill_(0xFF)
+
+    def soil_dead_rows(self, live_rows: Mapping[str, int], bucket: int) -> None:
+        """NaN in the dead rows of all float inputs; ``live_rows`` by input name."""
+        for name, live in live_rows.items():
+            view = self._views[bucket][name]
+            if view.is_floating_point():
+                view[live:].fill_(torch.nan)
+
+    def _eager(
+        self, instruction: Instruction, live: Mapping[str, Tensor], resident: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        operands = [
+            live[operand.name] if operand.source is Source.STATIC else resident[operand.name]
+            for operand in instruction.operands
+        ]
+        call = self._call_of(instruction)
+        return dict(zip(instruction.results, call(*operands), strict=True))  # type: ignore[call-overload]
+
+    @staticmethod
+    def _expect_equal(instruction: Instruction, name: str, eager: Tensor, replayed: Tensor) -> None:
+        same = eager == replayed
+        if eager.is_floating_point():
+            same |= eager.isnan() & replayed.isnan()
+        if not bool(same.all()):
+            first = (~same).nonzero()[0].tolist()
+            raise GraphError(f"instruction {instruction.title}: {name} differs eager and replayed, first at {first}")
+
+    def check_addresses(self, bucket: int) -> None:
+        """Every operand lies where it lay at the first replay; a moved one would be read stale by a captured graph."""
+        now = [tensor.data_ptr() for tensor in (*self._resident.values(), *self._storages.values())]
+        first = self._addresses.setdefault(bucket, now)
+        if now != first:
+            names = [self.inputs[name].path for name in self._resident]
+            names += [f"buffer storage {storage}" for storage in self._storages]
+            moved = [name for name, a, b in zip(names, first, now, strict=True) if a != b]
+            raise GraphError(f"moved since the first replay: {', '.join(moved)}")
+
+    @staticmethod
+    def _step(bound: Bound) -> None:
+        values = bound.call(*bound.operands)
+        for place, value in zip(bound.results, values, strict=True):  # type: ignore[call-overload]
+            place.copy_(value)
+
+    def _view(self, buffer: Buffer, bucket: int) -> Tensor:
+        shape = (bucket * buffer.rows_factor, *buffer.row_shape)
+        count = buffer.row_bytes * bucket
+        return self._storages[buffer.storage][:count].view(buffer.dtype).view(shape)
+
+    def _bind(self, instruction: Instruction, bucket: int) -> Bound:
+        operands = []
+        for operand in instruction.operands:
+            if operand.source is Source.STATIC:
+                operands.append(self._views[bucket][operand.name])
+            else:
+                operands.append(self._resident[operand.name])
+        results = tuple(self._views[bucket][name] for name in instruction.results)
+        return Bound(self._call_of(instruction), tuple(operands), results)
+
+    def _call_of(self, instruction: Instruction) -> Call:
+        if instruction.kind is PieceKind.COLLECTIVE:
+            return self._collective(instruction)
+        return instruction.module.forward
+
+    def _collective(self, instruction: Instruction) -> Call:
+        communicator = self._communicator
+        if communicator is None:
+            raise GraphError(f"{instruction.title}: the program moves rows between ranks and has no communicator")
+        (node,) = [n for n in instruction.module.graph.nodes if n.op == "call_function" and "octavo" in str(n.target)]
+        flag = bool(node.args[2])
+        if "gather_rows" in str(node.target):
+            return lambda *values: communicator.gather(list(values), flag)
+        return lambda value: (communicator.reduce(value, flag),)
