@@ -127,7 +127,7 @@ class EngineCore:
         """Tokens of the rows that sample; a row that fails ends its request alone."""
         logits = self.runner.logits(hidden, [row for _, row in rows])
         sampled = []
-        for i, outcome in enumerate(sample(logits, [request.draw() for request, _ in rows])):
+        for i, outcome in enumerate(sample(logits, [request.draw for request, _ in rows])):
             request = rows[i][0]
             if isinstance(outcome, Exception):
                 self._finish(request, "error", error=f"{type(outcome).__name__}: {outcome}")
@@ -185,9 +185,11 @@ class EngineCore:
         logprob: TokenLogprob | None,
         answer: Answer | None = None,
     ) -> None:
-        """Give the client its delta. One that cannot hear any more, its event loop being closed, harms no other."""
+        """Give the client its delta. One that cannot hear any more, its event loop being closed, disturbs no other."""
         try:
             request.deliver(text, token, logprob, answer)
+        except AssertionError:  # a bug of ours
+            raise
         except Exception:
             self.abort(request)
 

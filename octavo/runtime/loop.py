@@ -6,11 +6,12 @@ and a client that is interrupted leaves the engine whole.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from octavo.errors import OctavoError
@@ -35,20 +36,25 @@ class EngineLoop:
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._open: list[tuple[list[Request], Callable[[EngineFailure], None]]] = []
+        self._forgotten = 0
         self._failure: EngineFailure | None = None
         self._closing = False
+        self._over = threading.Event()
+        """Set when everybody has heard all that they will hear from this engine."""
         self._step_began: float | None = None
         self._thread = threading.Thread(target=self._run, name="octavo-engine", daemon=True)
         self._watchdog = threading.Thread(target=self._watch, name="octavo-watchdog", daemon=True)
-        self._stopped = threading.Event()
         self._thread.start()
         self._watchdog.start()
 
     def submit(self, requests: list[Request], on_failure: Callable[[EngineFailure], None]) -> None:
-        """Queue requests, which fit. Raises :class:`EngineFailure` if the engine has ended.
+        """Queue requests, all or none of them.
 
-        ``on_failure`` is called, once, if the engine ends before all of them do.
+        ``on_failure`` is called at most once, if the engine fails; perhaps when they have just got their answers.
+        Raises :class:`EngineFailure` if it has ended, :class:`~octavo.errors.UsageError` for a request that never fits.
         """
+        for request in requests:
+            self._core.scheduler.check_room(request)
 
         def add() -> None:
             for request in requests:
@@ -66,53 +72,62 @@ class EngineLoop:
                 self._commands.put(lambda: self._core.abort(request))
 
     def ask(self, question: Callable[[EngineCore], T]) -> T:
-        """Evaluate ``question`` between two steps and return its result."""
+        """Evaluate ``question`` between two steps; returns or raises what it does."""
         answer: Future[T] = Future()
 
         def run() -> None:
-            answer.set_result(question(self._core))
+            try:
+                answer.set_result(question(self._core))
+            except Exception as error:
+                answer.set_exception(error)
 
         with self._lock:
             self._check_open()
             self._commands.put(run)
-        while True:
-            try:
-                return answer.result(timeout=0.1)
-            except TimeoutError:
-                with self._lock:
-                    self._check_open()
+        while not wait([answer], timeout=0.1).done:
+            self._check_failure()
+        return answer.result()
 
     def close(self) -> None:
         """Abort what is left and end the thread. Nothing happens the second time."""
         with self._lock:
             self._closing = True
             self._commands.put(_nothing)
-        self._thread.join(timeout=self._step_deadline)
-        self._stopped.set()
+        if not self._over.wait(self._step_deadline):
+            self._fail(self._hang())
+        if self._failure is None:  # else it may hang for ever
+            self._thread.join()
+
+    def _check_failure(self) -> None:
+        """Each caller gets an exception of its own, as it collects a traceback."""
+        if self._failure is not None:
+            raise EngineFailure(str(self._failure)) from self._failure
 
     def _check_open(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+        self._check_failure()
         if self._closing:
             raise EngineFailure("The engine is closed.")
 
     def _run(self) -> None:
         core = self._core
         try:
-            while True:
-                self._take_commands(wait=not core.busy and not self._closing)
-                if self._closing:
-                    break
-                self._step_began = time.monotonic()
-                ended = core.step()
-                self._step_began = None
-                if ended:
-                    self._forget_finished()
+            while not self._closing and self._failure is None:
+                self._take_commands(wait=not core.busy)
+                if not self._closing:
+                    self._step_began = time.monotonic()
+                    core.step()
+                    self._step_began = None
+                    self._forget_ended()
+            self._take_commands(wait=False)  # what was submitted before close()
             for requests, _ in self._open:
                 for request in requests:
                     core.abort(request)
-        except Exception as error:
-            self._fail(EngineFailure(f"The engine ended while {core.doing}: {type(error).__name__}: {error}"))
+        except BaseException as error:  # whatever it is, clients wait
+            failure = EngineFailure(f"The engine ended while {core.doing}: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self._fail(failure)
+        finally:
+            self._over.set()
 
     def _take_commands(self, wait: bool) -> None:
         """Everything that has been asked; when there is nothing to do, wait for something."""
@@ -121,22 +136,25 @@ class EngineLoop:
         while not self._commands.empty():
             self._commands.get()()
 
-    def _forget_finished(self) -> None:
-        with self._lock:
-            self._open = [(r, on_failure) for r, on_failure in self._open if not all(request.done for request in r)]
+    def _forget_ended(self) -> None:
+        """When it may be half of them, so that each answer bears little of the search."""
+        if 2 * (self._core.ended - self._forgotten) >= len(self._open):
+            self._forgotten = self._core.ended
+            with self._lock:
+                self._open = [(r, on_failure) for r, on_failure in self._open if not all(one.done for one in r)]
 
     def _watch(self) -> None:
         """A step that hangs cannot be interrupted, but nobody has to wait for it."""
-        while not self._stopped.wait(min(1.0, self._step_deadline / 4)):
+        while not self._over.wait(min(1.0, self._step_deadline / 4)):
             began = self._step_began
             if began is not None and time.monotonic() - began > self._step_deadline:
-                self._fail(
-                    EngineFailure(
-                        f"The engine hangs while {self._core.doing}: the step has taken more than "
-                        f"{self._step_deadline:g} s. Raise --step-deadline if it is only slow, else restart."
-                    )
-                )
-                return
+                self._fail(self._hang())
+
+    def _hang(self) -> EngineFailure:
+        return EngineFailure(
+            f"The engine hangs while {self._core.doing}: the step has taken more than {self._step_deadline:g} s. "
+            "Raise --step-deadline if it is only slow, else restart."
+        )
 
     def _fail(self, failure: EngineFailure) -> None:
         with self._lock:
@@ -144,9 +162,10 @@ class EngineLoop:
                 return
             self._failure = failure
             left, self._open = self._open, []
-        for requests, on_failure in left:
-            if not all(request.done for request in requests):
+        for _, on_failure in left:
+            with contextlib.suppress(Exception):  # a client that is gone; the others are to hear of it
                 on_failure(failure)
+        self._over.set()
 
 
 def _nothing() -> None:

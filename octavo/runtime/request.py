@@ -89,15 +89,16 @@ class Request(Sequence):
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
     started: float | None = None
     first_token: float | None = None
+    draw: Draw = field(init=False)
+    """How its tokens are drawn; it looks at ``tokens`` as they grow."""
+
+    def __post_init__(self) -> None:
+        self.draw = Draw(self.params, self.seed, self.index, self.tokens, self.prompt_length, self.ending)
 
     @property
     def made(self) -> int:
         """Tokens of the answer so far."""
         return len(self.tokens) - self.prompt_length
-
-    def draw(self) -> Draw:
-        """How the next token is drawn."""
-        return Draw(self.params, self.seed, self.index, self.tokens, self.prompt_length, self.ending)
 
     def deliver(
         self,
@@ -106,7 +107,7 @@ class Request(Sequence):
         logprob: TokenLogprob | None = None,
         answer: Answer | None = None,
     ) -> None:
-        first = token is not None and self.made == 1 and self.params.prompt_logprobs is not None
+        first = self.params.prompt_logprobs is not None and token is not None and self.made == 1
         prompt_logprobs = self.prompt_logprobs if first else None
         self.sink(Delta(self.prompt, self.index, text, token, logprob, prompt_logprobs, answer))
 

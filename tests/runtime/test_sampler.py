@@ -1,0 +1,647 @@
+"""From logits to tokens: distributions against closed forms, noise, tables of penalties and masks, rows by themselves.
+
+Statistics have fixed seeds, so each comes out the same every time. A limit of 1e-4 on both sides of a p-value means
+that one set of seeds in 5,000 would be refused although everything is right; these are not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo import OctavoError, SamplingParams
+from octavo.runtime.sampler import (
+    Draw,
+    allowed,
+    filtered,
+    greedy,
+    gumbel_noise,
+    is_greedy,
+    logprobs_of,
+    penalised,
+    sample,
+)
+from tests.conftest import ReportCount
+
+CPU = torch.device("cpu")
+LIMIT = 1e-4
+MINUS = -math.inf
+
+
+def p_value(counts: Sequence[float], expected: Sequence[float]) -> float:
+    """Chi-square, all cells together: how often chance alone is further from what is expected."""
+    assert len(counts) == len(expected)
+    cells = [(count, value) for count, value in zip(counts, expected, strict=True) if value > 0]
+    assert all(count == 0 for count, value in zip(counts, expected, strict=True) if value == 0), "impossible outcome"
+    assert min(value for _, value in cells) >= 5, "too few for the chi-square distribution"
+    assert math.isclose(sum(counts), sum(expected))
+    statistic = sum((count - value) ** 2 / value for count, value in cells)
+    half = torch.tensor([(len(cells) - 1) / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+def assert_fits(counts: Sequence[float], expected: Sequence[float]) -> None:
+    """Neither too far from what is expected, nor closer than chance would be."""
+    assert LIMIT < p_value(counts, expected) < 1 - LIMIT
+
+
+def test_the_chi_square_judge() -> None:
+    """Against tabulated quantiles of the distribution: 3.841 and 6.635 for 1 degree of freedom, 18.307 for 10."""
+    for degrees, statistic, p in ((1, 3.841459, 0.05), (1, 6.634897, 0.01), (10, 18.307038, 0.05)):
+        expected = [100.0] * (degrees + 1)
+        offset = math.sqrt(statistic * 100 / 2)
+        counts = [100 + offset, 100 - offset, *expected[2:]]
+        assert math.isclose(p_value(counts, expected), p, rel_tol=1e-5)
+
+
+# Distributions.
+
+LOGITS = (2.0, 1.5, 1.0, 1.0, 0.3, 0.0, -0.7, -1.5)
+"""A tie among them; at temperature 1 the probabilities are .363 .220 .133 .133 .066 .049 .024 .011."""
+ALL = (0, 1, 2, 3, 4, 5, 6, 7)
+
+
+def probabilities(logits: Sequence[float], temperature: float, kept: Sequence[int]) -> list[float]:
+    """The closed form: exp(logit / temperature) over its sum, of the tokens that are kept; 0 for the others."""
+    weights = [math.exp(logit / temperature) if i in kept else 0.0 for i, logit in enumerate(logits)]
+    return [weight / sum(weights) for weight in weights]
+
+
+def drawn(params: SamplingParams, count: int, along: str = "seeds", logits: Sequence[float] = LOGITS) -> list[int]:
+    """Tokens for one logits row, each with a seed, or at a position, or in an answer of its own."""
+    rows = torch.tensor([logits] * count)
+    draws = [
+        Draw(
+            params,
+            seed=i if along == "seeds" else 5,
+            index=i if along == "answers" else 0,
+            tokens=range(3 + i if along == "positions" else 3),
+            prompt_length=3,
+            ending=(),
+        )
+        for i in range(count)
+    ]
+    tokens = [outcome for outcome in sample(rows, draws) if isinstance(outcome, int)]
+    assert len(tokens) == count
+    return tokens
+
+
+def counted(tokens: Sequence[int], size: int = len(LOGITS)) -> list[int]:
+    return torch.tensor(tokens).bincount(minlength=size).tolist()
+
+
+DISTRIBUTIONS: list[tuple[dict[str, Any], float, Sequence[int]]] = [
+    # Parameters, temperature, and which tokens are kept: worked out by hand.
+    ({}, 1.0, ALL),
+    ({}, 0.7, ALL),
+    ({}, 2.0, ALL),
+    ({}, 100.0, ALL),
+    ({"top_k": 3}, 1.0, (0, 1, 2)),  # of the tie, the lower id
+    ({"top_k": 8}, 1.0, ALL),
+    ({"top_k": 1000}, 1.0, ALL),
+    ({"top_p": 0.6}, 1.0, (0, 1, 2)),  # .363 .583 .716
+    ({"top_p": 0.75}, 1.0, (0, 1, 2, 3)),  # .716 .849
+    ({"top_p": 0.6}, 2.0, (0, 1, 2, 3)),  # .237 .422 .565 .709
+    ({"min_p": 0.1}, 1.0, (0, 1, 2, 3, 4, 5)),  # relative to the likeliest: .135, then .067
+    ({"min_p": 0.1}, 0.5, (0, 1, 2, 3)),  # .135, then .033
+    ({"top_k": 5, "top_p": 0.81}, 0.5, (0, 1)),  # .598 .818 of the five; of all .590 .807
+    ({"top_p": 0.75, "min_p": 0.5}, 1.0, (0, 1)),  # 1 .607 .368
+    ({"top_k": 6, "min_p": 0.4}, 2.0, (0, 1, 2, 3, 4)),  # .607 .427 .368
+    ({"top_k": 6, "top_p": 0.85, "min_p": 0.5}, 2.0, (0, 1, 2, 3)),
+]
+
+
+@pytest.mark.parametrize(("fields", "temperature", "kept"), DISTRIBUTIONS)
+def test_distributions(
+    fields: dict[str, Any], temperature: float, kept: Sequence[int], long_form: bool, report_count: ReportCount
+) -> None:
+    count = 40_000 if long_form else 2_000
+    counts = counted(drawn(SamplingParams(temperature=temperature, **fields), count))
+    assert_fits(counts, [count * p for p in probabilities(LOGITS, temperature, kept)])
+    report_count("tokens drawn against closed forms", count)
+
+
+@pytest.mark.parametrize("along", ["positions", "answers"])
+def test_positions_and_answers_draw_anew(along: str, long_form: bool, report_count: ReportCount) -> None:
+    """With one seed: the same distribution, and each token independent of the one before.
+
+    The distribution of a temperature 25 % higher is refused, so there are enough tokens to tell them apart.
+    """
+    count = 60_000 if long_form else 6_000
+    tokens = drawn(SamplingParams(temperature=2.0), count, along)
+    p = probabilities(LOGITS, 2.0, ALL)
+    assert_fits(counted(tokens), [count * value for value in p])
+    assert p_value(counted(tokens), [count * value for value in probabilities(LOGITS, 2.5, ALL)]) < LIMIT
+    pairs = counted([8 * a + b for a, b in itertools.pairwise(tokens)], 64)
+    assert_fits(pairs, [(count - 1) * a * b for a in p for b in p])
+    report_count("tokens drawn against closed forms", count)
+
+
+def test_what_changes_logits_changes_the_distribution() -> None:
+    """Repetition, presence, frequency, bias and mask, all before temperature, and top-k after them."""
+    mask = torch.tensor([True] * 7 + [False])
+    params = SamplingParams(
+        temperature=0.8,
+        top_k=6,
+        repetition_penalty=2.0,
+        presence_penalty=0.5,
+        frequency_penalty=0.25,
+        logit_bias={6: 1.5, 7: 50.0},
+        token_mask=lambda answer: mask,
+    )
+    outcomes = sample(
+        torch.tensor([LOGITS] * 2_000), [Draw(params, i, 0, (0, 6, 1, 4, 4), 2, ()) for i in range(2_000)]
+    )
+    # Seen 0 1 4 6: 1.0 .75 .15 -1.4; in the answer 1 once, 4 twice: 0 and -.85; bias: 6 to .1; top-k drops 4.
+    expected = probabilities((1.0, 0.0, 1.0, 1.0, -0.85, 0.0, 0.1, 48.5), 0.8, (0, 1, 2, 3, 5, 6))
+    assert_fits(counted([int(token) for token in outcomes]), [2_000 * p for p in expected])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("temperature", [math.ulp(0.0), 1e-300, 1e-30, 1e-3])
+@pytest.mark.parametrize("fields", [{}, {"top_k": 3}, {"top_p": 0.999}, {"min_p": 0.5}], ids=str)
+def test_lowest_temperatures_take_the_likeliest(temperature: float, fields: dict[str, Any]) -> None:
+    params = SamplingParams(temperature=temperature, **fields)
+    assert set(drawn(params, 20)) == {0}
+    assert set(drawn(params, 40, logits=(-5.0, 30.0, 3.0, 30.0))) == {1, 3}, "a tie is drawn"
+
+
+def test_filters_keep_what_their_rules_say() -> None:
+    """On logits whose probabilities are 1/2, 1/4, 1/8, 1/8: the cases whose sums are exact."""
+    logits = torch.tensor([4.0, 2.0, 1.0, 1.0], dtype=torch.float64).log()
+    for fields, kept in (
+        ({}, [0, 1, 2, 3]),
+        ({"top_k": 1}, [0]),
+        ({"top_k": 3}, [0, 1, 2]),
+        ({"top_k": 5}, [0, 1, 2, 3]),
+        ({"top_p": 0.49}, [0]),
+        ({"top_p": 0.51}, [0, 1]),
+        ({"top_p": 0.76}, [0, 1, 2]),
+        ({"top_p": 0.88}, [0, 1, 2, 3]),
+        ({"top_p": math.ulp(0.0)}, [0]),
+        ({"min_p": 1.0}, [0]),
+        ({"min_p": 0.49}, [0, 1]),
+        ({"min_p": 0.51}, [0]),
+        ({"min_p": 0.26}, [0, 1]),
+        ({"min_p": 0.24}, [0, 1, 2, 3]),
+    ):
+        result = filtered(logits, SamplingParams(temperature=1.0, **fields))
+        assert result.isfinite().nonzero().flatten().tolist() == kept, fields
+        assert result[kept].equal(logits[kept]), "what is kept is unchanged"
+
+
+# Noise.
+
+MIX = 2**64
+
+
+def splitmix64(state: int) -> int:
+    """One output of the published generator, in exact integers."""
+    z = (state + 0x9E3779B97F4A7C15) % MIX
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % MIX
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % MIX
+    return z ^ (z >> 31)
+
+
+def test_noise_is_splitmix64() -> None:
+    """The function is fixed: an answer with a seed comes out the same in later versions and on other machines."""
+    gamma = 0x9E3779B97F4A7C15
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
+    assert [splitmix64((1234567 + i * gamma) % MIX) for i in range(4)] == published
+    for words in ((0, 0, 0), (1, 2, 3), (-1, 63, 10**6), (2**63 - 1, 0, 7), (-(2**63), 5, 2**30)):
+        key = 0
+        for word in words:
+            key = splitmix64((key + word) % MIX)
+        bits = [splitmix64((key + i * gamma) % MIX) for i in range(100)]
+        expected = [-math.log(-math.log(((b >> 12) + 0.5) / 2**52)) for b in bits]
+        noise = gumbel_noise(100, *words, CPU)
+        # The two libraries' logarithms may differ in their last bits.
+        torch.testing.assert_close(noise, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+
+
+def uniform(noise: Tensor) -> Tensor:
+    """The numbers in (0, 1) that the noise was made from: its distribution function, exp(-exp(-x))."""
+    return torch.exp(-torch.exp(-noise))
+
+
+def test_noise_is_uniform_underneath(long_form: bool, report_count: ReportCount) -> None:
+    """Cells of equal probability, and each of the 24 highest bits alone and with each other one."""
+    rows = 2_000 if long_form else 50
+    noise = torch.cat([gumbel_noise(4096, 9, 0, position, CPU) for position in range(rows)])
+    assert noise.isfinite().all()
+    numbers = uniform(noise)
+    cells = (numbers * 1024).long().bincount(minlength=1024).tolist()
+    assert_fits(cells, [len(noise) / 1024] * 1024)
+    bits = torch.stack([(numbers * 2 ** (i + 1)).long() & 1 for i in range(24)]).double()
+    ones = bits.sum(1).tolist()
+    both = (bits @ bits.T).tolist()
+    for i in range(24):
+        assert_fits([ones[i], len(noise) - ones[i]], [len(noise) / 2] * 2)
+        for j in range(i):
+            table = [both[i][j], ones[i] - both[i][j], ones[j] - both[i][j]]
+            assert_fits([*table, len(noise) - sum(table)], [len(noise) / 4] * 4)
+    report_count("noise values against the uniform distribution", len(noise))
+
+
+NEIGHBOURS = {
+    "position": (0, 0, 1),
+    "answer": (0, 1, 0),
+    "seed": (1, 0, 0),
+    "seed and answer, opposite": (1, -1, 0),
+    "answer and position, opposite": (0, 1, -1),
+    "seed and position, opposite": (1, 0, -1),
+    "highest bit of the seed": (-(2**63), 0, 0),
+    "distant position": (0, 0, 4096),
+}
+
+
+@pytest.mark.parametrize("step", [*NEIGHBOURS.values(), None], ids=[*NEIGHBOURS, "token"])
+def test_noise_is_independent_of_its_neighbours(
+    step: tuple[int, int, int] | None, long_form: bool, report_count: ReportCount
+) -> None:
+    """Pairs of values fill 16 x 16 cells evenly and are not correlated; the same at distances of 1 to 3 tokens."""
+    rows = 1_000 if long_form else 25
+    words = [(3 + i // 8, 1 + i % 8, 100 + 5 * i) for i in range(rows)]
+    first = torch.stack([gumbel_noise(4096, *word, CPU) for word in words])
+    if step is None:
+        pairs = [(first[:, :-distance], first[:, distance:]) for distance in (1, 2, 3)]
+    else:
+        moved = [tuple(a + b for a, b in zip(word, step, strict=True)) for word in words]
+        second = torch.stack([gumbel_noise(4096, *word, CPU) for word in moved])  # type: ignore[arg-type, call-arg]
+        pairs = [(first, second), (first[:, 1:], second[:, :-1])]
+    for a, b in pairs:
+        cells = (uniform(a) * 16).long() * 16 + (uniform(b) * 16).long()
+        assert_fits(cells.flatten().bincount(minlength=256).tolist(), [a.numel() / 256] * 256)
+        correlation = torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1]
+        assert abs(correlation) < 4 / math.sqrt(a.numel()), "4 standard deviations"
+        report_count("pairs of noise values", a.numel())
+
+
+def test_no_two_counters_share_their_noise() -> None:
+    """Small and extreme values of seed, answer and position, exchanged and summed in every way."""
+    words = [*range(-3, 8), 2**31, 2**63 - 1, -(2**63)]
+    seen = {
+        tuple(gumbel_noise(2, seed, index, position, CPU).tolist())
+        for seed in words
+        for index in range(8)
+        for position in (*range(8), 2**20)
+    }
+    assert len(seen) == len(words) * 8 * 9
+    values = torch.cat([gumbel_noise(100_000, 1, 0, position, CPU) for position in (1, 2)])
+    assert len(values.unique()) == 200_000, "nor do two tokens"
+
+
+# Penalties, bias, min_tokens and mask.
+
+BASE = (2.0, -1.0, 0.5, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "prompt", "answer", "expected"),
+    [
+        ({}, (0, 1), (2,), BASE),
+        ({"repetition_penalty": 2.0}, (0, 1), (), (1.0, -2.0, 0.5, 0.0)),
+        ({"repetition_penalty": 2.0}, (0,), (1,), (1.0, -2.0, 0.5, 0.0)),
+        ({"repetition_penalty": 2.0}, (0, 0), (0, 0), (1.0, -1.0, 0.5, 0.0)),
+        ({"repetition_penalty": 2.0}, (3,), (2, 2), (2.0, -1.0, 0.25, 0.0)),
+        ({"repetition_penalty": 0.5}, (0, 1), (2,), (4.0, -0.5, 1.0, 0.0)),
+        ({"presence_penalty": 0.5}, (0, 1), (), BASE),
+        ({"presence_penalty": 0.5}, (0, 1), (2, 2, 3), (2.0, -1.0, 0.0, -0.5)),
+        ({"presence_penalty": -0.5}, (0, 1), (2, 2, 3), (2.0, -1.0, 1.0, 0.5)),
+        ({"frequency_penalty": 0.25}, (0, 1), (), BASE),
+        ({"frequency_penalty": 0.25}, (0, 1), (2, 2, 3), (2.0, -1.0, 0.0, -0.25)),
+        ({"frequency_penalty": -0.25}, (0, 1), (2, 2, 3), (2.0, -1.0, 1.0, 0.25)),
+        ({"presence_penalty": 0.5, "frequency_penalty": 0.25}, (0,), (2, 2, 0), (1.25, -1.0, -0.5, 0.0)),
+        ({"logit_bias": {1: 3.0, 3: -0.5}}, (0,), (), (2.0, 2.0, 0.5, -0.5)),
+        ({"logit_bias": {0: -100, 3: 100}}, (0,), (), (-98.0, -1.0, 0.5, 100.0)),
+        # Repetition 1 -2 .25 0, then presence and frequency, then bias: the factor is never of what was added.
+        (
+            {
+                "repetition_penalty": 2.0,
+                "presence_penalty": 0.5,
+                "frequency_penalty": 0.25,
+                "logit_bias": {1: 1.0, 2: -0.5},
+            },
+            (0, 1),
+            (2, 2, 3),
+            (1.0, -1.0, -1.25, -0.75),
+        ),
+    ],
+)
+def test_penalties_and_bias(
+    fields: dict[str, Any], prompt: tuple[int, ...], answer: tuple[int, ...], expected: tuple[float, ...]
+) -> None:
+    logits = torch.tensor(BASE)
+    result = penalised(logits, Draw(SamplingParams(**fields), 0, 0, prompt + answer, len(prompt), ()))
+    assert result.dtype == torch.float32 and result.tolist() == list(expected)
+    assert logits.tolist() == list(BASE), "log probabilities are still to be read from these"
+
+
+@pytest.mark.parametrize(
+    ("made", "min_tokens", "ending", "mask", "expected"),
+    [
+        (0, 0, (1, 3), None, BASE),
+        (0, 2, (1, 3), None, (2.0, MINUS, 0.5, MINUS)),
+        (1, 2, (1, 3), None, (2.0, MINUS, 0.5, MINUS)),
+        (2, 2, (1, 3), None, BASE),
+        (0, 2, (), None, BASE),
+        (0, 0, (), (True, True, True, True), BASE),
+        (0, 0, (), (False, True, False, True), (MINUS, -1.0, MINUS, 0.0)),
+        (0, 1, (1,), (False, True, False, True), (MINUS, MINUS, MINUS, 0.0)),
+    ],
+)
+def test_what_may_not_come(
+    made: int, min_tokens: int, ending: tuple[int, ...], mask: tuple[bool, ...] | None, expected: tuple[float, ...]
+) -> None:
+    params = SamplingParams(
+        min_tokens=min_tokens, token_mask=None if mask is None else lambda answer: torch.tensor(mask)
+    )
+    logits = torch.tensor(BASE)
+    assert allowed(logits, Draw(params, 0, 0, (7, 8, *range(made)), 2, ending)).tolist() == list(expected)
+    assert logits.tolist() == list(BASE)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.01])
+def test_no_end_before_min_tokens(temperature: float) -> None:
+    """However likely the tokens that end the answer are, and however long the prompt is."""
+    params = SamplingParams(min_tokens=2, temperature=temperature)
+    draws = [Draw(params, 0, 0, range(9 + made), 9, (0, 1)) for made in range(4)]
+    assert sample(torch.tensor([BASE] * 4), draws) == [2, 2, 0, 0]
+
+
+def test_the_mask_sees_the_answer_and_nothing_else() -> None:
+    seen: list[Sequence[int]] = []
+
+    def mask(answer: Sequence[int]) -> None:
+        seen.append(list(answer))
+        if isinstance(answer, list):
+            answer.clear()  # what the hook does to it is its own affair
+
+    tokens = [5, 6, 1, 2, 3]
+    params = SamplingParams(token_mask=mask)
+    assert sample(torch.tensor([BASE]), [Draw(params, 0, 0, tokens, 2, ())]) == [0]
+    assert seen == [[1, 2, 3]] and tokens == [5, 6, 1, 2, 3]
+
+
+class HookError(Exception):
+    pass
+
+
+def raising(answer: Sequence[int]) -> Tensor:
+    raise HookError("no grammar")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("hook", "message"),
+    [
+        (raising, "no grammar"),
+        (lambda answer: [True] * 4, r"returned list; a bool tensor \[4\]"),
+        (lambda answer: True, r"returned bool; a bool tensor \[4\]"),
+        (lambda answer: torch.ones(5, dtype=torch.bool), r"returned torch.bool \[5\]; a bool tensor \[4\]"),
+        (lambda answer: torch.ones(1, 4, dtype=torch.bool), r"returned torch.bool \[1, 4\]; a bool tensor \[4\]"),
+        (lambda answer: torch.ones((), dtype=torch.bool), r"returned torch.bool \[\]; a bool tensor \[4\]"),
+        (lambda answer: torch.ones(4), r"returned torch.float32 \[4\]; a bool tensor \[4\]"),
+        (lambda answer: torch.tensor([0, 2]), r"returned torch.int64 \[2\]; a bool tensor \[4\]"),
+        (lambda answer: torch.zeros(4, dtype=torch.bool), "at least one allowed token"),
+        (lambda answer: torch.tensor([False, False, False, True]), "min_tokens 2 forbids those after 0 tokens"),
+        (lambda: None, "argument"),
+    ],
+)
+def test_a_mask_that_fails_fails_its_row_alone(hook: Any, message: str, temperature: float) -> None:
+    """Above all it never lets a token through that it forbids, nor one that ends the answer too early."""
+    good = [SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(logit_bias={3: 9.0})]
+    bad = SamplingParams(temperature=temperature, token_mask=hook, min_tokens=2)
+    draws = [Draw(params, 1, 0, (0,), 1, (3,)) for params in (good[0], bad, *good[1:])]
+    logits = torch.tensor([BASE] * 4)
+    outcomes = sample(logits, draws)
+    failure = outcomes.pop(1)
+    assert isinstance(failure, HookError if hook is raising else Exception)
+    with pytest.raises(type(failure), match=message):
+        raise failure
+    assert outcomes == sample(logits[:3], [draws[i] for i in (0, 2, 3)])
+    assert outcomes[0] == 0 and outcomes[2] == 3
+
+
+# Greedy.
+
+
+@pytest.mark.parametrize(
+    ("logits", "token"),
+    [
+        ((1.0, 3.0, 3.0, 2.0), 1),
+        ((3.0, 3.0, 3.0, 3.0), 0),
+        ((-2.0, -1.0, -3.0, -1.0), 1),
+        ((0.0, -0.0, -1.0, 0.0), 0),
+        ((-0.0, 0.0, -1.0, 0.0), 0),
+        ((MINUS, -1e38, MINUS, -1e38), 1),
+        ((1.0, 2.9999998, 3.0, 3.0), 2),
+    ],
+)
+def test_greedy_takes_the_lower_id_of_a_tie(logits: tuple[float, ...], token: int) -> None:
+    """Also where something else than the largest logit could have decided, but does not."""
+    everything = torch.ones(4, dtype=torch.bool)
+    settings: list[dict[str, Any]] = [
+        {},
+        {"temperature": -0.0},
+        {"logit_bias": {0: 0.0}},
+        {"token_mask": lambda answer: everything},
+    ]
+    for fields in settings:
+        assert sample(torch.tensor([logits]), [Draw(SamplingParams(**fields), 0, 0, (0,), 1, ())]) == [token]
+
+
+def test_greedy_ties_anywhere() -> None:
+    """In rows as wide as the vocabulary, at random places."""
+    torch.manual_seed(0)
+    logits = torch.randn(40, 129_280).clamp(max=2.0)  # some 3,000 ties a row
+    expected = [row.tolist().index(2.0) for row in logits]
+    assert greedy(logits).tolist() == expected
+    draws = [Draw(SamplingParams(), 0, 0, (0,), 1, ())] * 40
+    assert all(map(is_greedy, draws)) and sample(logits, draws) == expected
+
+
+# Log probabilities.
+
+
+def test_logprobs_are_the_log_softmax() -> None:
+    torch.manual_seed(1)
+    logits = 3 * torch.randn(7, 517)
+    tokens = [0, 516, 5, 5, 100, 200, 300]
+    exact = torch.log_softmax(logits.double(), -1)
+    for row, entry in enumerate(logprobs_of(logits, tokens, 20)):
+        assert entry.id == tokens[row]
+        # F32 rounds values of up to 20 to 1e-6.
+        assert math.isclose(entry.logprob, float(exact[row, tokens[row]]), abs_tol=4e-6)
+        order = sorted(range(517), key=lambda i: (-logits[row, i].item(), i))[:20]
+        assert [i for i, _ in entry.top] == order
+        torch.testing.assert_close([value for _, value in entry.top], exact[row, order].tolist(), rtol=0, atol=4e-6)
+        assert all(a >= b for (_, a), (_, b) in itertools.pairwise(entry.top))
+        assert dict(entry.top).get(entry.id, entry.logprob) == entry.logprob
+
+
+def test_logprobs_of_ties_and_bounds() -> None:
+    (entry,) = logprobs_of(torch.tensor([[1.0, 3.0, 3.0, 2.0]]), [2], 4)
+    assert [i for i, _ in entry.top] == [1, 2, 3, 0]
+    total = math.log(math.exp(-2) + 1 + 1 + math.exp(-1))
+    # F32 logarithms near 1.
+    assert math.isclose(entry.logprob, -total, abs_tol=1e-6) and entry.top[0][1] == entry.top[1][1] == entry.logprob
+    assert logprobs_of(torch.tensor([[1.0, 3.0]]), [0], 0)[0].top == ()
+
+
+def test_the_likeliest_is_the_greedy_token_even_where_logarithms_tie() -> None:
+    """Two different logits may have the same log probability in F32; the order is that of the logits."""
+    near = torch.full((1, 100_000), 1.0)
+    near[0, 7], near[0, 8] = 1.0000001, 1.0000002
+    (entry,) = logprobs_of(near, [8], 3)
+    assert entry.top[0][1] == entry.top[1][1] == entry.top[2][1], "they do tie"
+    assert [i for i, _ in entry.top] == [8, 7, 0]
+    assert greedy(near).tolist() == [8]
+
+
+# Rows by themselves.
+
+
+def assorted(count: int, generator: torch.Generator) -> list[Draw]:
+    """Draws of every kind, one after another."""
+
+    def numbers(high: int, size: int) -> list[int]:
+        return torch.randint(high, (size,), generator=generator).tolist()
+
+    odd = torch.arange(517) % 2 == 1
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_k": 40, "top_p": 0.9, "min_p": 0.02},
+        {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2},
+        {"temperature": 1.5, "top_p": 0.95, "repetition_penalty": 0.9},
+        {"temperature": 1.0, "logit_bias": {3: 4.0, 516: -2.0}},
+        {"min_tokens": 20, "max_tokens": 30},
+        {"temperature": 0.9, "token_mask": lambda answer: odd},
+        {},
+        {"temperature": 3.0, "min_p": 0.1},
+    ]
+    return [
+        Draw(
+            SamplingParams(**kinds[i % len(kinds)]),
+            numbers(2**62, 1)[0] - 2**61,
+            i % 3,
+            numbers(517, 6 + i),
+            4,
+            (1, 2),
+        )
+        for i in range(count)
+    ]
+
+
+def test_a_token_depends_on_its_own_row_alone(long_form: bool, report_count: ReportCount) -> None:
+    """Alone, in batches of any size and order, strided, and with two threads: the same token."""
+    generator = torch.Generator().manual_seed(4)
+    rounds = 40 if long_form else 1
+    threads = torch.get_num_threads()
+    for _ in range(rounds):
+        draws = assorted(60, generator)
+        logits = 2 * torch.randn(60, 517, generator=generator)
+        before = logits.clone()
+        alone = [sample(logits[i : i + 1].clone(), [draws[i]])[0] for i in range(60)]
+        assert all(isinstance(token, int) for token in alone) and len(set(alone)) > 30
+        assert sample(logits, draws) == alone
+        for size in (2, 3, 7, 16, 61):
+            parts = [sample(logits[i : i + size], draws[i : i + size]) for i in range(0, 60, size)]
+            assert list(itertools.chain(*parts)) == alone
+        order = torch.randperm(60, generator=generator).tolist()
+        assert sample(logits[order], [draws[i] for i in order]) == [alone[i] for i in order]
+        strided = torch.empty(517, 180).t()[::3].copy_(logits)
+        assert not strided.is_contiguous() and sample(strided, draws) == alone
+        torch.set_num_threads(2)
+        try:
+            assert sample(logits, draws) == alone
+        finally:
+            torch.set_num_threads(threads)
+        assert logits.equal(before), "log probabilities are read from the same logits afterwards"
+    report_count("sampled rows that do not see the others", 60 * rounds)
+
+
+@pytest.mark.parametrize("width", [517, 129_280])
+def test_logprobs_depend_on_their_own_row_alone(width: int) -> None:
+    """To the bit: a prompt's come in blocks of rows, an answer's one by one."""
+    generator = torch.Generator().manual_seed(5)
+    logits = 4 * torch.randn(12, width, generator=generator)
+    tokens = torch.randint(width, (12,), generator=generator).tolist()
+    together = logprobs_of(logits, tokens, 5)
+    threads = torch.get_num_threads()
+    for size in (1, 5):
+        parts = [logprobs_of(logits[i : i + size], tokens[i : i + size], 5) for i in range(0, 12, size)]
+        assert list(itertools.chain(*parts)) == together
+    torch.set_num_threads(2)
+    try:
+        assert logprobs_of(logits, tokens, 5) == together
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_seeds() -> None:
+    """The same seed, the same tokens; another seed, others; the most extreme seeds are seeds too."""
+    params = SamplingParams(temperature=1.0)
+    logits = torch.zeros(200, 517)
+    runs = {
+        seed: sample(logits, [Draw(params, seed, 0, range(3 + i), 3, ()) for i in range(200)])
+        for seed in (0, 1, -1, 2**63 - 1, -(2**63))
+    }
+    again = sample(logits, [Draw(params, 1, 0, range(3 + i), 3, ()) for i in range(200)])
+    assert again == runs[1]
+    for a, b in itertools.combinations(runs.values(), 2):
+        assert sum(x == y for x, y in zip(a, b, strict=True)) < 8, "one in 517 is equal by chance"
+
+
+# Logits that are no numbers.
+
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1.0},
+    {"temperature": 1.0, "top_k": 2},
+    {"temperature": 1.0, "top_p": 0.5},
+    {"temperature": 1.0, "min_p": 0.5},
+    {"repetition_penalty": 2.0},
+    {"logit_bias": {1: 5.0}},
+    {"token_mask": lambda answer: None},
+]
+
+
+@pytest.mark.parametrize("fields", KINDS, ids=lambda fields: " ".join(fields) or "greedy")
+@pytest.mark.parametrize(
+    "broken",
+    [
+        (math.nan, 1.0, 2.0, 3.0),
+        (0.0, 1.0, 2.0, math.nan),
+        (math.nan,) * 4,
+        (0.0, math.inf, 2.0, 3.0),
+        (math.inf, MINUS, math.inf, 3.0),
+        (math.nan, math.inf, 1.0, 1.0),
+        (MINUS,) * 4,
+    ],
+    ids=str,
+)
+def test_logits_that_are_not_finite_fail_their_row(broken: tuple[float, ...], fields: dict[str, Any]) -> None:
+    """Never a token by accident; the rows beside it are drawn as ever."""
+    draws = [Draw(SamplingParams(**fields), 1, 0, (0, 1), 1, ())] * 3
+    outcomes = sample(torch.tensor([BASE, broken, BASE]), draws)
+    assert outcomes[0] == outcomes[2] and isinstance(outcomes[0], int)
+    assert isinstance(outcomes[1], OctavoError) and "NaN or infinite" in str(outcomes[1])
+
+
+@pytest.mark.parametrize("fields", KINDS, ids=lambda fields: " ".join(fields) or "greedy")
+def test_minus_infinity_never_comes(fields: dict[str, Any]) -> None:
+    """Some rows may have forbidden tokens already: they have probability 0."""
+    logits = torch.tensor([[MINUS, 0.5, MINUS, 0.5]] * 50)
+    outcomes = sample(logits, [Draw(SamplingParams(**fields), i, 0, (0, 1), 1, ()) for i in range(50)])
+    assert set(outcomes) <= {1, 3}
+
+
+def test_no_rows() -> None:
+    assert sample(torch.empty(0, 4), []) == []
