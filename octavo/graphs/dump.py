@@ -76,6 +76,11 @@ class DumpWriter:
         self._directory = directory
         self._stages: list[tuple[str, GraphText, Difference | None]] = []
 
+    @property
+    def replay_log(self) -> Path:
+        """Where an engine writes a line for every step."""
+        return self._directory / "replay.jsonl"
+
     def captured(self, compilation: Compilation) -> None:
         """Note the graph before the first pass."""
         self._stages.append(("captured", describe(compilation), None))

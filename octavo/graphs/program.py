@@ -60,6 +60,7 @@ class Program:
         self._storages = {
             storage: torch.zeros(size, dtype=torch.uint8, device=device) for storage, size in sizes.items()
         }
+        self._loaded = {name for name in self.buffers if name in self.inputs}
         self._bound: dict[int, list[Bound]] = {}
         self._views: dict[int, dict[str, Tensor]] = {}
         self._addresses: dict[int, list[int]] = {}
@@ -80,6 +81,9 @@ class Program:
 
     def load(self, values: Mapping[str, Tensor], bucket: int) -> None:
         """Write a step's inputs into their buffers, the live rows first, what dead rows hold behind them."""
+        missing = self._loaded - set(values)
+        if missing:
+            raise GraphError(f"inputs without a value, whose buffers hold the last step's: {sorted(missing)}")
         for name, value in values.items():
             view = self._views[bucket][name]
             live = value.shape[0]

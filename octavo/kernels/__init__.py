@@ -1,4 +1,7 @@
-"""The operators that the model is made of. Importing this package registers all of them."""
+"""The operators that the model is made of; importing this package registers them.
+
+Those that move rows between ranks (``collectives``) are inserted by the compiler and registered with it.
+"""
 
 from __future__ import annotations
 

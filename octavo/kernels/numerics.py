@@ -7,7 +7,7 @@ chunked, batched, sharded and replayed runs agree to the bit, and any difference
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -33,14 +33,18 @@ def blocked_matmul(x: Tensor, weight: Tensor) -> Tensor:
     blocks = -(-rows // BLOCK_ROWS)
     padded = torch.nn.functional.pad(x.contiguous(), (0, 0, 0, blocks * BLOCK_ROWS - rows))
     transposed = weight.t()
-    with _one_thread():
+    with nullcontext() if x.is_cuda else _one_thread():
         products = [torch.mm(block, transposed) for block in padded.split(BLOCK_ROWS)]
     return torch.cat(products)[:rows] if rows else x.new_empty(0, weight.shape[0])
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """One CPU thread for this thread's calls of torch; torch keeps the number per calling thread."""
+    """One CPU thread for this thread's calls of torch.
+
+    Torch keeps the number per calling thread, but a thread that meets torch for the first time just now would start
+    with it too: an engine's thread sets its own.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

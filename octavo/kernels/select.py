@@ -10,6 +10,8 @@ from octavo.kernels.operator import DeadRows, Gives, Need, Returns, operator
 from octavo.kernels.paging import entry_address, ratio_of
 from octavo.kernels.storage import load_keys
 
+_ROW_CHUNK = 64
+"""Rows that are scored at once: products are F64 and as many as heads times entries."""
 _CHOICES = Returns(Gives.ROWS, DeadRows.MINUS_ONE)
 _NEEDS = {
     "query": Need.ROWS,
@@ -127,9 +129,10 @@ def entry_scores(
         rows = ((slots == slot) & (positions >= 0)).nonzero().squeeze(1)
         page, place = entry_address(entries, slot.expand(count), page_table, keys.shape[1])
         found = load_keys(keys, page, place, query.shape[-1], query.dtype)
-        products = exact_matmul(query[rows], found).to(query.dtype)
-        weighted = products.relu() * weights[rows].unsqueeze(-1)
-        scores[rows] = weighted.double().sum(1).to(query.dtype).float()
+        for part in rows.split(_ROW_CHUNK):
+            products = exact_matmul(query[part], found).to(query.dtype)
+            weighted = products.relu() * weights[part].unsqueeze(-1)
+            scores[part] = weighted.double().sum(1).to(query.dtype).float()
     return scores.masked_fill(entries >= visible.unsqueeze(1), -torch.inf)
 
 

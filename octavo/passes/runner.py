@@ -79,7 +79,7 @@ def run_passes(
             check_pools(compilation)
         except GraphError as error:
             raise GraphError(f"pass {each.name}: {error}") from error
+        results.append(PassResult(each.name, time.perf_counter() - began, report))
         if after is not None:
             after(each, compilation)
-        results.append(PassResult(each.name, time.perf_counter() - began, report))
     return results

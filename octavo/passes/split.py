@@ -56,7 +56,7 @@ class Split:
         split: list[SplitPiece] = []
         for piece in compilation.pieces:
             operands, results = _operands(piece, compilation), _results(piece, compilation)
-            text = canonical_text(piece.nodes, operands)
+            text = canonical_text(piece.nodes, operands, results)
             module = by_text.get(text)
             if module is None:
                 module = by_text[text] = _module(piece, operands, results)
@@ -85,7 +85,7 @@ class Split:
             piece.module.graph.lint()
 
 
-def canonical_text(nodes: list[Node], operands: list[Node]) -> str:
+def canonical_text(nodes: list[Node], operands: list[Node], results: list[Node]) -> str:
     """The nodes with their own numbering: same text, same computation, wherever in the model and on any torch."""
     names: dict[Node, str] = {}
     lines = []
@@ -96,6 +96,7 @@ def canonical_text(nodes: list[Node], operands: list[Node]) -> str:
         arguments = torch.fx.node.map_arg((node.args, node.kwargs), lambda other: _Name(names[other]))
         names[node] = f"v{len(names)}"
         lines.append(f"{names[node]} = {node.target}{arguments}: {_shapes(node)}")
+    lines.append(f"return {', '.join(names[node] for node in results)}")
     return "\n".join(lines)
 
 
@@ -155,5 +156,6 @@ def _regions(piece: Piece) -> list[str]:
         if run:
             own = set(run)
             inputs = list(dict.fromkeys(a for node in run for a in node.all_input_nodes if a not in own))
-            texts.append(canonical_text(run, inputs))
+            used = [node for node in run if any(user not in own for user in node.users)]
+            texts.append(canonical_text(run, inputs, used))
     return texts

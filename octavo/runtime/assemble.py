@@ -20,7 +20,7 @@ from octavo.model.prelude import EngramTable, EngramTables
 from octavo.model.presets import cut_layers, preset
 from octavo.model.random_weights import fill_random, randomise
 from octavo.model.token_classes import token_map
-from octavo.runtime.capacity import Capacity, plan_capacity
+from octavo.runtime.capacity import Capacity, plan_capacity, step_bytes
 from octavo.runtime.config import EngineConfig
 from octavo.runtime.pools import Storage
 from octavo.runtime.tokenizer import Tokenizer
@@ -99,7 +99,8 @@ def assemble(config: EngineConfig, progress: Progress | None = None) -> Assembly
     """
     planned = plan(config)
     checkpoint, model_config, experts, device = planned.checkpoint, planned.config, planned.experts, planned.device
-    check_memory(planned.weight_bytes + planned.capacity.bytes, device)
+    step = step_bytes(model_config.text_config, config.chunk)
+    check_memory(planned.weight_bytes + planned.capacity.bytes + step, device)
     tokenizer = _tokenizer(config, model_config)
     classes = token_map(tokenizer.backend, model_config.text_config)
     model = empty_model(model_config, device, experts)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 from typing import Self
 
-from octavo.runtime.engine import EngineBase, Prompt, Result
+from octavo.runtime.engine import EngineBase, Params, Prompt, Result
 from octavo.runtime.loop import EngineFailure
 from octavo.runtime.request import Answer, Delta, Request
 from octavo.runtime.sampler import TokenLogprob
@@ -28,6 +28,7 @@ class AsyncEngine(EngineBase):
     async def close(self) -> None:
         """Abort what is left and end. The engine cannot be used afterwards."""
         await asyncio.to_thread(self._loop.close)
+        self._body.close()
 
     async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Delta]:
         """The answers to one prompt as they are made."""
@@ -52,16 +53,19 @@ class AsyncEngine(EngineBase):
             for request in requests:
                 self._loop.abort(request)
 
-    async def generate(self, prompts: Sequence[Prompt], params: SamplingParams | None = None) -> list[Result]:
+    async def generate(self, prompts: Sequence[Prompt], params: Params = None) -> list[Result]:
         """Answer the prompts, in their order; all of them are in work at once."""
-        return list(await asyncio.gather(*(self._result(prompt, params or SamplingParams()) for prompt in prompts)))
+        encoded, each = self._encode_all(prompts, params)
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._result(ids, one)) for ids, one in zip(encoded, each, strict=True)]
+        return [task.result() for task in tasks]
 
-    async def _result(self, prompt: Prompt, params: SamplingParams) -> Result:
+    async def _result(self, ids: list[int], params: SamplingParams) -> Result:
         answers: dict[int, Answer] = {}
         prompt_logprobs: list[TokenLogprob | None] | None = None
-        async for delta in self.stream(prompt, params):
+        async for delta in self.stream(ids, params):
             if delta.prompt_logprobs is not None:
                 prompt_logprobs = delta.prompt_logprobs
             if delta.answer is not None:
                 answers[delta.index] = delta.answer
-        return Result(self.encode(prompt), prompt_logprobs, [answers[index] for index in range(params.n)])
+        return Result(ids, prompt_logprobs, [answers[index] for index in range(params.n)])

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 import octavo
+from octavo.errors import UsageError
 from octavo.model.packaged import packaged_file
 from octavo.model.presets import preset
 from octavo.runtime.answer_text import AnswerText
+from octavo.runtime.assemble import choose_device
 from octavo.runtime.core import EngineCore
 from octavo.runtime.engine import Engine
 from octavo.runtime.request import Request
@@ -38,9 +40,12 @@ class Load:
 
 def measure_engine(engine: Engine, load: Load, seed: int = 0) -> dict[str, Any]:
     """Tokens a second and latencies in seconds of one load, after a warm-up request."""
+    if load.requests > engine.capacity.sizes.slots:
+        raise UsageError(f"--requests {load.requests}: more than --max-requests {engine.capacity.sizes.slots} at once")
     draw = random.Random(seed)
     vocabulary = engine.model_config.text_config.vocab_size
-    prompts = [[draw.randrange(3, vocabulary) for _ in range(load.prompt_tokens)] for _ in range(load.requests)]
+    tokens = [token for token in range(3, vocabulary) if token != engine.model_config.image_token_id]
+    prompts = [draw.choices(tokens, k=load.prompt_tokens) for _ in range(load.requests)]
     engine.generate([prompts[0]], SamplingParams(max_tokens=2, ignore_eos=True))
     before = engine.stats()
     began = time.perf_counter()
@@ -63,7 +68,7 @@ def measure_engine(engine: Engine, load: Load, seed: int = 0) -> dict[str, Any]:
         "time_to_first_token": percentiles([a.queue_seconds + a.prefill_seconds for a in answers]),
         "time_per_output_token": percentiles([a.decode_seconds / max(len(a.ids) - 1, 1) for a in answers]),
         "microseconds_per_step": {
-            part: (after["seconds"][part] - before["seconds"].get(part, 0.0)) / steps * 1e6 for part in after["seconds"]
+            part: (after["seconds"][part] - before["seconds"][part]) / steps * 1e6 for part in after["seconds"]
         },
     }
 
@@ -130,11 +135,12 @@ def _stub_request(number: int, tokenizer: Tokenizer) -> Request:
 
 def describe_environment(engine: Engine) -> dict[str, Any]:
     """Where and with what the numbers were measured."""
+    device = choose_device(engine.config.device)
     return {
         "octavo": octavo.__version__,
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu",
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         "engine": engine.describe(),
     }
 

@@ -12,7 +12,7 @@ import logging
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import TextIO
 
 import torch
 from torch import Tensor
@@ -28,9 +28,9 @@ from octavo.model.model import Model, empty_model
 from octavo.passes.base import Compilation, PassContext
 from octavo.passes.runner import PassResult, run_passes
 from octavo.runtime.body_inputs import classify, example_inputs
+from octavo.runtime.config import GraphMode
 from octavo.runtime.pools import Pools
 
-GraphMode = Literal["on", "off", "eager", "compare", "poison"]
 DEFAULT_BUCKETS = 24
 _LOG = logging.getLogger("octavo.graphs")
 _SECONDS_BETWEEN_LOGS = 10.0
@@ -95,6 +95,8 @@ class BodyProgram:
         self._body = model.body
         self._pools = pools
         self._program: Program | None = None
+        self._names: dict[str, str] = {}
+        """Input names of the program by path."""
         self._logged = float("-inf")
         self._steps = 0
         self._log_file: TextIO | None = None
@@ -107,9 +109,9 @@ class BodyProgram:
     ) -> None:
         context = PassContext(device=pools.page_table.device.type)
         dump = DumpWriter(dump_dir) if dump_dir is not None else None
-        compilation, self.passes, exported = compile_body(model, pools, dtype, context, dump)
+        compilation, passes, exported = compile_body(model, pools, dtype, context, dump)
         self.timeline.append(("export", exported))
-        self.timeline.append(("passes and proof", sum(result.seconds for result in self.passes)))
+        self.timeline.append(("passes and proof", sum(result.seconds for result in passes)))
         began = time.perf_counter()
         resident: dict[str, Tensor] = dict(model.body.named_parameters()) | dict(model.body.named_buffers())
         resident["state.page_table"] = pools.page_table
@@ -126,46 +128,39 @@ class BodyProgram:
             f"{len(buckets)} buckets to {buckets[-1]:,} rows, at most {worst_padding(buckets):.0%} padding; "
             f"{self._program.buffer_bytes / 1e6:.0f} MB of buffers"
         )
-        if dump is not None and dump_dir is not None:
-            dump.finish(compilation, context, buckets, self.passes, [self.description], dict(self.timeline))
-            self._log_file = (dump_dir / "replay.jsonl").open("w", encoding="utf-8", buffering=1)
+        if dump is not None:
+            dump.finish(compilation, context, buckets, passes, [self.description], dict(self.timeline))
+            self._log_file = dump.replay_log.open("w", encoding="utf-8", buffering=1)
 
     def run(self, rows: Rows, state: State) -> Tensor:
         """Hidden rows [R, D] of a step."""
         began = time.perf_counter()
-        before = sum(self.not_replayed.values())
-        hidden = self._run(rows, state)
-        self._steps += 1
-        if self._log_file is not None:
-            count = rows.embeds.shape[0]
-            replayed = sum(self.not_replayed.values()) == before
-            assert self._program is not None
-            line = {
-                "step": self._steps,
-                "rows": count,
-                "bucket": bucket_for(count, self._program.buckets) if replayed else None,
-                "microseconds": round((time.perf_counter() - began) * 1e6),
-                "not_replayed": None if replayed else self._last_reason.value,
-            }
-            self._log_file.write(json.dumps(line) + "\n")
+        count = rows.embeds.shape[0]
+        program = self._program
+        bucket = bucket_for(count, program.buckets) if program is not None else None
+        reason = None
+        if program is None or bucket is None:
+            reason = NotReplayed.GRAPHS_OFF if program is None else NotReplayed.BEYOND_LARGEST_BUCKET
+            with torch.no_grad():
+                hidden: Tensor = self._body(rows, state).hidden
+        else:
+            reason = NotReplayed.EAGER_MODE if self.mode == "eager" else None
+            hidden = self._run_program(program, self._values(rows, state), bucket, count)
+        self._note(count, None if reason else bucket, reason, time.perf_counter() - began)
         return hidden
 
+    def close(self) -> None:
+        """Close the log of steps, if there is one."""
+        if self._log_file is not None:
+            self._log_file.close()
+            self._log_file = None
+
     @torch.no_grad()
-    def _run(self, rows: Rows, state: State) -> Tensor:
-        program = self._program
-        count = rows.embeds.shape[0]
-        bucket = bucket_for(count, program.buckets) if program is not None else None
-        if program is None or bucket is None:
-            self._note(NotReplayed.GRAPHS_OFF if program is None else NotReplayed.BEYOND_LARGEST_BUCKET, count)
-            hidden: Tensor = self._body(rows, state).hidden
-            return hidden
-        values = self._values(rows, state)
+    def _run_program(self, program: Program, values: dict[str, Tensor], bucket: int, count: int) -> Tensor:
         if self.mode == "eager":
-            self._note(NotReplayed.EAGER_MODE, count)
             return program.run_eager(values)[0]
-        self.replays[bucket] += 1
         if self.mode == "compare":
-            return program.compare(values, bucket)[0][:count]
+            return program.compare(values, bucket)[0][:count].clone()
         if self.mode == "poison":
             program.poison()
         program.load(values, bucket)
@@ -187,9 +182,22 @@ class BodyProgram:
         paths |= {f"rows.engram.{place}": tensor for place, tensor in enumerate(rows.engram)}
         return {self._names[path]: tensor for path, tensor in paths.items()}
 
-    def _note(self, reason: NotReplayed, rows: int) -> None:
-        self.not_replayed[reason] += 1
-        self._last_reason = reason
+    def _note(self, rows: int, bucket: int | None, reason: NotReplayed | None, seconds: float) -> None:
+        """Count the step; log a surprising reason at a limited rate; one line to the log of steps."""
+        self._steps += 1
+        if bucket is not None:
+            self.replays[bucket] += 1
+        if reason is not None:
+            self.not_replayed[reason] += 1
         if reason is NotReplayed.BEYOND_LARGEST_BUCKET and time.monotonic() - self._logged > _SECONDS_BETWEEN_LOGS:
             self._logged = time.monotonic()
             _LOG.warning("a step of %d rows was not replayed: %s", rows, reason.value)
+        if self._log_file is not None:
+            line = {
+                "step": self._steps,
+                "rows": rows,
+                "bucket": bucket,
+                "microseconds": round(seconds * 1e6),
+                "not_replayed": reason.value if reason is not None else None,
+            }
+            self._log_file.write(json.dumps(line) + "\n")

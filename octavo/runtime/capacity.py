@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from octavo.errors import OctavoError
+from octavo.errors import OctavoError, UsageError
 from octavo.kernels.paging import PAGE_TOKENS
 from octavo.model.config import TextConfig
 from octavo.model.memory import available_memory
@@ -48,6 +48,15 @@ class Capacity:
         )
 
 
+def step_bytes(text: TextConfig, rows: int) -> int:
+    """A generous estimate of what a step of ``rows`` rows needs beside weights and state: buffers and temporaries.
+
+    The widest values of a row, queries and streams, exist as F64 products and as BF16 buffers at the same time.
+    """
+    widest = 2 * text.num_attention_heads * text.head_dim + 3 * text.hc_mult * text.hidden_size
+    return rows * widest * (8 + 2)
+
+
 def plan_capacity(
     config: EngineConfig, text: TextConfig, storage: Storage, device: torch.device, weight_bytes: int
 ) -> Capacity:
@@ -55,7 +64,11 @@ def plan_capacity(
 
     Raises :class:`OctavoError` with the numbers if not even one page fits.
     """
-    longest = min(config.max_model_len or text.max_position_embeddings, text.max_position_embeddings)
+    if config.max_model_len is not None and config.max_model_len > text.max_position_embeddings:
+        raise UsageError(
+            f"--max-model-len {config.max_model_len}: the model has positions up to {text.max_position_embeddings}"
+        )
+    longest = config.max_model_len or text.max_position_embeddings
     slots = config.max_requests
     one = PoolSizes(slots=1, pages=1, max_pages=-(-longest // PAGE_TOKENS))
     both = pool_bytes(text, one, storage)
@@ -68,7 +81,8 @@ def plan_capacity(
         longest = min(longest, tokens)
     else:
         fraction = config.memory_fraction if config.memory_fraction is not None else DEFAULT_FRACTION_ON_CUDA
-        budget = int((available_memory(device) - weight_bytes) * fraction) - slots * request_bytes
+        free = available_memory(device) - weight_bytes - step_bytes(text, config.chunk)
+        budget = int(free * fraction) - slots * request_bytes
         pages = budget // page_bytes
         if pages < 1:
             raise OctavoError(
@@ -78,5 +92,10 @@ def plan_capacity(
             )
     pages = min(pages, useful)
     longest = min(longest, pages * PAGE_TOKENS)
+    if config.max_model_len is not None and longest < config.max_model_len:
+        raise UsageError(
+            f"--max-model-len {config.max_model_len}: there is room for {longest} tokens; raise --kv-tokens or "
+            "--memory-fraction"
+        )
     sizes = PoolSizes(slots=slots, pages=pages, max_pages=-(-longest // PAGE_TOKENS))
     return Capacity(sizes, storage, longest, request_bytes, page_bytes)

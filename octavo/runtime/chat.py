@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TextIO
 
+from octavo.errors import UsageError
 from octavo.runtime.engine import Engine
 from octavo.runtime.prompt import encode_chat
 from octavo.runtime.sampling import SamplingParams
@@ -27,6 +28,8 @@ def chat(
 
     A message that does not fit is refused and forgotten; what was said before stays.
     """
+    if params.n != 1:
+        raise UsageError(f"--n {params.n}: a conversation goes on from one answer")
     say(HELP)
     start = [{"role": "system", "content": system}] if system else []
     history = list(start)
@@ -60,23 +63,22 @@ def _turn(
     """Answer the last message -> the history with it and its answer, or without both if it could not be answered."""
     try:
         stream = engine.stream(encode_chat(engine.tokenizer, history, thinking=thinking), params)
-    except ValueError as error:
+    except UsageError as error:
         say(str(error))
         return history[:-1]
-    text, summary = "", ""
-    while True:
+    while not stream.finished:
         try:
             for delta in stream:
-                text += delta.text
                 out.write(delta.text)
                 out.flush()
-                if delta.answer is not None:
-                    summary = delta.answer.summary()
-            break
         except KeyboardInterrupt:
             stream.abort()
     out.write("\n")
-    say(summary)
+    (answer,) = stream.answers.values()
+    say(answer.summary())
     # The model's thoughts are not part of the conversation; the official encoding drops those of earlier turns.
-    content = text.partition(THINK_END)[2] if thinking else text
-    return [*history, {"role": "assistant", "content": content.strip()}]
+    content = (answer.text.partition(THINK_END)[2] if thinking else answer.text).strip()
+    if answer.error or not content:
+        say("no answer to remember: the message is forgotten")
+        return history[:-1]
+    return [*history, {"role": "assistant", "content": content}]

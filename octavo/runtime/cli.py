@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +15,9 @@ from octavo.runtime.graphs_cli import graphs_app
 from octavo.runtime.options import with_options
 from octavo.runtime.sampling import SamplingParams
 from octavo.runtime.terminal import byte_progress, count_progress, say
+
+if TYPE_CHECKING:
+    from octavo.runtime.request import Answer
 
 app = typer.Typer(
     help="Octavo serves DeepSeek-V4.1 from a compiler's graph.",
@@ -69,7 +72,7 @@ def generate(
                 sys.stdout.flush()
                 if delta.answer is not None:
                     sys.stdout.write("\n")
-                    say(delta.answer.summary())
+                    _report([delta.answer])
             return
         with count_progress("answering") as answered:
             results = running.generate(encoded, sampling, answered)
@@ -77,7 +80,16 @@ def generate(
             for answer in result.answers:
                 sys.stdout.write(answer.text + "\n")
                 sys.stdout.flush()
-                say(answer.summary())
+        _report([answer for result in results for answer in result.answers])
+
+
+def _report(answers: list[Answer]) -> None:
+    """Summaries on stderr; an answer that failed is the command's failure."""
+    for answer in answers:
+        say(answer.summary())
+    failed = [answer.error for answer in answers if answer.error]
+    if failed:
+        raise OctavoError(f"{len(failed)} of {len(answers)} answers failed: {failed[0]}")
 
 
 @app.command("chat")
@@ -165,7 +177,7 @@ def init(
 @app.command()
 @with_options
 def doctor(engine: EngineConfig) -> None:
-    """Check versions, devices, compilers and backends; with --model or --preset also what fits here."""
+    """Check versions, devices, compilers and backends; with --model, or --weights random --preset, what fits."""
     from octavo.runtime.doctor import exit_code, model_checks, run_checks
 
     checks = run_checks()

@@ -8,6 +8,9 @@ from typing import Any, Literal
 
 from octavo.errors import UsageError
 
+GraphMode = Literal["on", "off", "eager", "compare", "poison"]
+"""How steps are run; see ``EngineConfig.graphs``."""
+
 
 def option(help_text: str, default: Any) -> Any:
     """A field that is a command-line option, with its help text; fields made otherwise are for Python alone."""
@@ -47,7 +50,7 @@ class EngineConfig:
     kv_storage: Literal["packed", "bf16"] = option(
         "Entries as 4-bit codes or as BF16 values: the same numbers. Plain numerics keep F32.", "packed"
     )
-    graphs: Literal["on", "off", "eager", "compare", "poison"] = option(
+    graphs: GraphMode = option(
         "Run steps as compiled programs on static buffers (on), as plain calls (off), or to debug: without buffers "
         "(eager), both ways instruction by instruction (compare), with NaN in everything unwritten (poison).",
         "on",
@@ -65,8 +68,9 @@ class EngineConfig:
             object.__setattr__(self, "dump_dir", Path(self.dump_dir))
             if self.graphs == "off":
                 raise UsageError("--dump-dir writes how the model was compiled, and --graphs off compiles nothing")
-        for name in ("layers", "experts", "chunk", "max_requests", "kv_tokens"):
+        for name in ("layers", "experts", "chunk", "max_requests"):
             self._check(name, 1, 1 << 40, "must be at least 1")
+        self._check("kv_tokens", 2, 1 << 40, "must be at least 2, a prompt token and an answer token")
         self._check("max_model_len", 2, 1 << 40, "must be at least 2, a prompt token and an answer token")
         self._check("memory_fraction", 0.01, 1.0, "must be from 0.01 to 1")
         self._check("step_deadline", 0.001, 1e9, "must be above 0 seconds")
@@ -75,7 +79,7 @@ class EngineConfig:
         if self.weights == "checkpoint" and self.preset is not None:
             raise UsageError("--preset goes with --weights random; --model PATH names a checkpoint to read")
         if self.weights == "random" and (self.preset is None or self.model is not None):
-            raise UsageError("--weights random takes --preset NAME and no --model")
+            raise UsageError("--weights random takes --preset NAME (tiny, mini, slice or released) and no --model")
 
     def _check(self, name: str, low: float, high: float, rule: str) -> None:
         value = getattr(self, name)

@@ -100,19 +100,23 @@ def model_checks(config: EngineConfig) -> list[Check]:
     """What the engine of ``config`` would hold here, and whether there is memory for it. Loads nothing."""
     from octavo.model.memory import available_memory
     from octavo.runtime.assemble import plan
+    from octavo.runtime.capacity import step_bytes
 
     try:
         planned = plan(config)
     except OctavoError as error:
         return [Check(name="model", ok=False, detail=str(error), remedy="correct the options above")]
-    text, needed = planned.config.text_config, planned.weight_bytes + planned.capacity.bytes
+    text = planned.config.text_config
+    needed = planned.weight_bytes + planned.capacity.bytes + step_bytes(text, config.chunk)
     free = available_memory(planned.device)
     weights = (
         f"{text.num_hidden_layers} layers, {len(planned.experts)} of {text.n_routed_experts} experts: "
         f"{planned.weight_bytes / _GIB:.2f} GiB on {planned.device}"
     )
     memory = f"{needed / _GIB:.2f} GiB needed, {free / _GIB:.2f} GiB available on {planned.device}"
-    remedy = "" if needed <= free else "fewer --layers or --experts, smaller --kv-tokens, or another --device"
+    remedy = (
+        "" if needed <= free else "fewer --layers or --experts, smaller --kv-tokens or --chunk, or another --device"
+    )
     return [
         Check(name="model", ok=True, detail=weights),
         Check(name="state", ok=True, detail=planned.capacity.describe()),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import queue
 import secrets
 import time
@@ -10,6 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+import torch
 
 from octavo.errors import UsageError
 from octavo.graphs.dump import claim
@@ -81,7 +85,11 @@ class EngineBase:
         loaded = time.perf_counter() - began - sum(seconds for _, seconds in runner.body.timeline)
         self.timeline = [("weights, tokenizer, pools", loaded), *runner.body.timeline]
         self._body = runner.body
-        self._loop = EngineLoop(EngineCore(scheduler, runner), self.config.step_deadline)
+        self._loop = EngineLoop(
+            EngineCore(scheduler, runner),
+            self.config.step_deadline,
+            prepare=functools.partial(torch.set_num_threads, torch.get_num_threads()),
+        )
 
     def describe(self) -> str:
         """What is loaded, where, in which numeric mode, and what fits."""
@@ -96,22 +104,31 @@ class EngineBase:
         """Token ids of a prompt. Raises :class:`UsageError` if it is empty, too long, or has ids out of range."""
         if isinstance(prompt, str):
             ids = [self.model_config.bos_token_id, *self.tokenizer.encode_text(prompt)] if prompt else []
-        elif prompt and all(isinstance(message, Mapping) for message in prompt):
-            ids = encode_chat(self.tokenizer, prompt)  # type: ignore[arg-type]
+        elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
+            ids = self._encode_items(list(prompt))
         else:
-            ids = list(prompt)  # type: ignore[arg-type]
+            raise UsageError(f"The prompt is a {type(prompt).__name__}: give text, token ids, or chat messages.")
         if not ids:
             raise UsageError("The prompt is empty: give at least one character, token id or message.")
-        vocabulary = self.model_config.text_config.vocab_size
-        for token in ids:
-            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocabulary:
-                raise UsageError(f"The prompt holds {token!r}: token ids are integers from 0 to {vocabulary - 1}.")
         if len(ids) >= self.max_model_len:
             raise UsageError(
                 f"The prompt has {len(ids)} tokens; prompt and answer together have room for {self.max_model_len}. "
                 "Shorten it, or raise --kv-tokens or --max-model-len."
             )
         return ids
+
+    def _encode_items(self, items: list[Any]) -> list[int]:
+        """Chat messages through the official template, or token ids, checked."""
+        messages = [item for item in items if isinstance(item, Mapping)]
+        if items and len(messages) == len(items):
+            return encode_chat(self.tokenizer, messages)
+        vocabulary, image = self.model_config.text_config.vocab_size, self.model_config.image_token_id
+        for item in items:
+            if not isinstance(item, int) or isinstance(item, bool) or not 0 <= item < vocabulary:
+                raise UsageError(f"The prompt holds {item!r}: token ids are integers from 0 to {vocabulary - 1}.")
+            if item == image:
+                raise UsageError(f"The prompt holds the image token {image}. Images are not understood yet.")
+        return items
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start, seconds by part of a step, and what is in use now."""
@@ -130,6 +147,18 @@ class EngineBase:
         answer = self._loop.ask(read)
         assert isinstance(answer, dict)
         return answer
+
+    def _encode_all(self, prompts: Sequence[Prompt], params: Params) -> tuple[list[list[int]], list[SamplingParams]]:
+        """All prompts and the parameters of each, before any is answered."""
+        if isinstance(prompts, str):
+            raise UsageError("generate takes a list of prompts: generate([prompt])")
+        if params is None or isinstance(params, SamplingParams):
+            each = [params or SamplingParams()] * len(prompts)
+        elif len(params) == len(prompts):
+            each = list(params)
+        else:
+            raise UsageError(f"{len(params)} sampling parameters for {len(prompts)} prompts: give one, or one for each")
+        return [self.encode(prompt) for prompt in prompts], each
 
     def _requests(
         self, number: int, ids: list[int], params: SamplingParams, sink: Callable[[Delta], None]
@@ -179,6 +208,7 @@ class Engine(EngineBase):
     def close(self) -> None:
         """Abort what is left and end. The engine cannot be used afterwards."""
         self._loop.close()
+        self._body.close()
 
     def generate(
         self,
@@ -191,31 +221,20 @@ class Engine(EngineBase):
         ``on_progress(finished, total)`` counts answers. Interrupted by Ctrl-C it returns what there is, unfinished
         answers with finish reason ``abort``. Raises :class:`UsageError` if a prompt cannot be answered, before any is.
         """
-        if isinstance(prompts, str):
-            raise UsageError("generate takes a list of prompts: generate([prompt])")
-        each = self._params_of(prompts, params)
-        encoded = [self.encode(prompt) for prompt in prompts]
+        encoded, each = self._encode_all(prompts, params)
         stream = Stream(self._loop)
         pairs = list(enumerate(zip(encoded, each, strict=True)))
         stream.submit([r for number, (ids, one) in pairs for r in self._requests(number, ids, one, stream.put)])
-        total = sum(one.n for one in each)
-        answers: dict[tuple[int, int], Answer] = {}
-        prompt_logprobs: dict[int, list[TokenLogprob | None]] = {}
-        while len(answers) < total:
+        total, heard = sum(one.n for one in each), 0
+        while not stream.finished:
             try:
                 for delta in stream:
-                    if delta.prompt_logprobs is not None:
-                        prompt_logprobs[delta.prompt] = delta.prompt_logprobs
-                    if delta.answer is not None:
-                        answers[delta.prompt, delta.index] = delta.answer
-                        if on_progress is not None:
-                            on_progress(len(answers), total)
+                    heard += delta.answer is not None
+                    if delta.answer is not None and on_progress is not None:
+                        on_progress(heard, total)
             except KeyboardInterrupt:
                 stream.abort()
-        return [
-            Result(ids, prompt_logprobs.get(number), [answers[number, index] for index in range(one.n)])
-            for number, (ids, one) in pairs
-        ]
+        return [stream.result(number, ids, one.n) for number, (ids, one) in pairs]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
         """The answers to one prompt as they are made; the prompt is checked first."""
@@ -223,42 +242,71 @@ class Engine(EngineBase):
         stream.submit(self._requests(0, self.encode(prompt), params or SamplingParams(), stream.put))
         return stream
 
-    @staticmethod
-    def _params_of(prompts: Sequence[Prompt], params: Params) -> list[SamplingParams]:
-        if params is None or isinstance(params, SamplingParams):
-            return [params or SamplingParams()] * len(prompts)
-        if len(params) != len(prompts):
-            raise UsageError(f"{len(params)} sampling parameters for {len(prompts)} prompts: give one, or one for each")
-        return list(params)
-
 
 class Stream(Iterator[Delta]):
-    """What requests give out, in the order it comes, until all of them have ended."""
+    """What requests give out, in the order it comes, until all of them have ended.
+
+    As a context manager it aborts what is left when it is left; a stream that is dropped goes on to its end.
+    """
 
     def __init__(self, loop: EngineLoop) -> None:
         self._loop = loop
-        self._queue: queue.SimpleQueue[Delta | EngineFailure] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Delta | None] = queue.SimpleQueue()
         self._requests: list[Request] = []
-        self._ended = 0
+        self._failure: EngineFailure | None = None
+        self.answers: dict[tuple[int, int], Answer] = {}
+        """Finished answers by (prompt, index); complete even if a consumer was interrupted between two deltas."""
+        self._prompt_logprobs: dict[int, list[TokenLogprob | None]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.abort()
+
+    @property
+    def finished(self) -> bool:
+        """All answers are there. Raises :class:`EngineFailure` if the engine ended first."""
+        if self._failure is not None:
+            raise self._failure
+        return len(self.answers) == len(self._requests)
 
     def put(self, delta: Delta) -> None:
-        """The requests' sink."""
+        """The requests' sink, called in the engine's thread."""
+        if delta.prompt_logprobs is not None:
+            self._prompt_logprobs[delta.prompt] = delta.prompt_logprobs
+        if delta.answer is not None:
+            self.answers[delta.prompt, delta.index] = delta.answer
         self._queue.put(delta)
 
     def submit(self, requests: list[Request]) -> None:
-        self._loop.submit(requests, self._queue.put)
+        self._loop.submit(requests, self._fail)
         self._requests += requests
 
+    def _fail(self, failure: EngineFailure) -> None:
+        self._failure = failure
+        self._queue.put(None)
+
     def __next__(self) -> Delta:
-        if self._ended == len(self._requests):
-            raise StopIteration
-        item = self._queue.get()
-        if isinstance(item, EngineFailure):
-            raise item
-        self._ended += item.answer is not None
-        return item
+        """The next delta. An interrupted wait loses no answer: the end is told by :attr:`answers`, not by counting."""
+        while True:
+            if self._queue.empty() and self.finished:
+                raise StopIteration
+            with contextlib.suppress(queue.Empty):
+                item = self._queue.get(timeout=0.5)
+                if item is None:
+                    assert self._failure is not None
+                    raise self._failure
+                return item
 
     def abort(self) -> None:
         """End the requests as they are; their last deltas still come."""
         for request in self._requests:
             self._loop.abort(request)
+
+    def result(self, prompt: int, ids: list[int], count: int) -> Result:
+        """The finished answers to one prompt."""
+        answers = [self.answers[prompt, index] for index in range(count)]
+        return Result(ids, self._prompt_logprobs.get(prompt), answers)

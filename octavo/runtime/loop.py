@@ -29,8 +29,10 @@ class EngineFailure(OctavoError):
 class EngineLoop:
     """Runs a core in a thread of its own until :meth:`close`, a failing step, or a step beyond its deadline."""
 
-    def __init__(self, core: EngineCore, step_deadline: float) -> None:
-        """``step_deadline``: seconds after which a step counts as hung and the engine ends."""
+    def __init__(self, core: EngineCore, step_deadline: float, prepare: Callable[[], None] | None = None) -> None:
+        """``step_deadline``: seconds after which a step counts as hung and the engine ends. ``prepare`` runs first in
+        the engine's thread."""
+        self._prepare = prepare
         self._core = core
         self._step_deadline = step_deadline
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -111,13 +113,14 @@ class EngineLoop:
     def _run(self) -> None:
         core = self._core
         try:
+            if self._prepare is not None:
+                self._prepare()
             while not self._closing and self._failure is None:
                 self._take_commands(wait=not core.busy)
-                if not self._closing:
-                    self._step_began = time.monotonic()
-                    core.step()
-                    self._step_began = None
-                    self._forget_ended()
+                self._step_began = time.monotonic()
+                core.step()
+                self._step_began = None
+                self._forget_ended()
             self._take_commands(wait=False)  # what was submitted before close()
             for requests, _ in self._open:
                 for request in requests:

@@ -80,7 +80,10 @@ def encode_chat(
         if effort not in get_args(Effort) or not thinking:
             raise UsageError(f"effort {effort!r}: one of {', '.join(get_args(Effort))}, and only with thinking.")
         request["reasoning_effort"] = effort
-    return encode_request(tokenizer, request).ids
+    prompt = encode_request(tokenizer, request)
+    if prompt.image_sources:
+        raise UsageError("The messages hold an image. Images are not understood yet: send text alone.")
+    return prompt.ids
 
 
 def _encode(tokenizer: Tokenizer, rendered: recipe.RenderedPrompt) -> list[int]:

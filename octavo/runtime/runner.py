@@ -13,7 +13,8 @@ from torch import Tensor
 from octavo import kernels
 from octavo.model.inputs import Rows
 from octavo.runtime.assemble import Assembly
-from octavo.runtime.body_program import BodyProgram, GraphMode
+from octavo.runtime.body_program import BodyProgram
+from octavo.runtime.config import GraphMode
 from octavo.runtime.pools import Pools
 
 

@@ -73,8 +73,10 @@ class SamplingParams:
     stop: tuple[str, ...] = option("End the answer before this text; may be given several times.", ())
     stop_token_ids: tuple[int, ...] = option("End the answer at this token; may be given several times.", ())
     ignore_eos: bool = option("Go on after the end of sentence.", False)
-    logprobs: int | None = option("Report each token's log probability and those of the K likeliest.", None)
-    prompt_logprobs: int | None = option("The same for the prompt's tokens.", None)
+    logprobs: int | None = None
+    """Report each token's log probability and those of the K likeliest."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens; each of several answers carries them."""
     timeout: float | None = option("Seconds after which the answer ends as it is.", None)
 
     def __post_init__(self) -> None:

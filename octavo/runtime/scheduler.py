@@ -112,11 +112,9 @@ class Scheduler:
         step = Step()
         if now >= self._earliest:
             self._expire(step, now)
-        budget = self._decode_rows(step, self.row_budget)
-        budget = self._prefill_rows(step, budget)
-        if not step.preempted:  # what was just put back would only push out others in turn
-            budget = self._admit(step, budget)
-        step.rows = self.row_budget - budget
+        self._decode_rows(step)
+        self._prefill_rows(step)
+        self._admit(step)
         return step
 
     def computed(self, step: Step) -> None:
@@ -131,6 +129,7 @@ class Scheduler:
         held = [page for sequence in self.running for page in sequence.pages]
         assert len(set(held)) == len(held) == self.pages.count - self.pages.free
         assert len(self.running) == self.slots.count - self.slots.free
+        assert len(self.running) <= self.row_budget
         assert all(s.slot < 0 and not s.pages and not s.computed and not s.done for s in self.waiting)
         assert all(s.computed <= len(s.pages) * PAGE_TOKENS for s in self.running)
         assert all(s.computed + 1 == len(s.tokens) for s in self.running[:-1]), "two prompts are computed in part"
@@ -144,51 +143,45 @@ class Scheduler:
             self.finish(sequence)
         self._earliest = min((s.deadline for s in (*self.running, *self.waiting)), default=float("inf"))
 
-    def _decode_rows(self, step: Step, budget: int) -> int:
-        """One row for every sequence that has one token left to compute -> rows left."""
-        work = step.work
+    def _decode_rows(self, step: Step) -> None:
+        """One row for every sequence that has one token left to compute."""
         for sequence in self.running:  # preemption takes from its end: whoever has its row keeps it
-            if budget == 0:
-                break
             length = len(sequence.tokens)
             if sequence.computed + 1 != length:
                 continue
             if length <= len(sequence.pages) * PAGE_TOKENS or self._reserve(step, sequence, length):
-                work.append(Work(sequence, length - 1, length, True))
-                budget -= 1
-        return budget
+                step.work.append(Work(sequence, length - 1, length, True))
+                step.rows += 1
 
-    def _prefill_rows(self, step: Step, budget: int) -> int:
-        """Go on with the prompt that is computed in part -> rows left.
-
-        It is the youngest: while a prompt is not complete, no row is left to admit another. It has had its pages since
-        it was admitted.
-        """
+    def _prefill_rows(self, step: Step) -> None:
+        """Go on with the prompt that is computed in part: the youngest, which has had its pages since its admission."""
         sequence = self.running[-1] if self.running else None
-        if budget == 0 or sequence is None or len(sequence.tokens) - sequence.computed <= 1:
-            return budget
-        stop = min(len(sequence.tokens), sequence.computed + budget)
-        step.work.append(Work(sequence, sequence.computed, stop, stop == len(sequence.tokens)))
-        return budget - (stop - sequence.computed)
+        if sequence is not None and len(sequence.tokens) - sequence.computed > 1:
+            self._chunk(step, sequence)
 
-    def _admit(self, step: Step, budget: int) -> int:
+    def _admit(self, step: Step) -> None:
         """Give waiting sequences a slot, in order, while there are rows, slots, and pages for all their tokens.
 
-        -> rows left
+        Hence a prompt is complete before the next one is begun, and nobody runs without a row in every step. What was
+        preempted in this step stays out, for fewer pages are free now than it held.
         """
-        while self.waiting and budget > 0 and self.slots.free:
+        while self.waiting and step.rows < self.row_budget and self.slots.free:
             sequence = self.waiting[0]
             length = len(sequence.tokens)
             if -(-length // PAGE_TOKENS) > self.pages.free:
-                break
+                return
             self.waiting.popleft()
             (sequence.slot,) = self.slots.allocate(1)
             self._insert(sequence)
-            stop = min(length, budget)
             self._grow(step, sequence, length)
-            step.work.append(Work(sequence, 0, stop, stop == length))
-            budget -= stop
-        return budget
+            self._chunk(step, sequence)
+
+    def _chunk(self, step: Step, sequence: Sequence) -> None:
+        """As many of its tokens as there are rows left."""
+        start, length = sequence.computed, len(sequence.tokens)
+        stop = min(length, start + self.row_budget - step.rows)
+        step.work.append(Work(sequence, start, stop, stop == length))
+        step.rows += stop - start
 
     def _reserve(self, step: Step, sequence: Sequence, length: int) -> bool:
         """Pages for ``length`` tokens, taken from younger sequences if need be; False if it gave way itself."""

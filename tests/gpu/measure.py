@@ -13,8 +13,9 @@ import torch
 
 from octavo import Engine, EngineConfig
 from octavo.runtime.bench import Load, measure_engine, measure_scheduler
+from octavo.runtime.config import GraphMode
 
-CASES = {
+CASES: dict[str, list[tuple[str, GraphMode, Load]]] = {
     "cpu": [("tiny", "on", Load(8, 128, 16)), ("tiny", "off", Load(8, 128, 16))],
     "cuda": [
         ("tiny", "on", Load(8, 128, 16)),

@@ -46,6 +46,8 @@ class Client:
         self.text = ""
         self.ids: list[int] = []
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
+        self.started: float | None = None
+        self.first_token: float | None = None
         self.answer: Answer | None = None
         params = ask.params
         self.request = Request(
@@ -74,6 +76,7 @@ class Client:
             raise ClientGone
         if delta.id is not None:
             if not self.ids:
+                self.first_token = self.world.now
                 self.world.first_token(self)
                 self.prompt_logprobs = delta.prompt_logprobs
             else:
@@ -97,6 +100,11 @@ class Client:
         if reason == "timeout":
             assert self.request.deadline <= world.now, "ended before its time"
         assert answer.preemptions == self.request.preemptions
+        started = self.started if self.started is not None else world.now
+        first_token = self.first_token if self.first_token is not None else world.now
+        assert answer.queue_seconds == started - self.request.arrival
+        assert answer.prefill_seconds == first_token - started
+        assert answer.decode_seconds == world.now - first_token
         if self.ids and self.ask.params.prompt_logprobs is not None:
             assert self.prompt_logprobs == prompt_logprobs_alone(self.ask.prompt)
 
@@ -151,7 +159,11 @@ class World:
         self.core.step()
         self.seen["steps"] += 1
         self.events += 1
-        assert all(client.request.deadline > self.now for client in self._look()), "past its deadline, and alive"
+        assert self.core.doing == "waiting for requests"
+        for client in self._look():
+            assert client.request.deadline > self.now, "past its deadline, and alive"
+            if client.started is None and client.request.slot >= 0:
+                client.started = self.now
         self.check()
 
     def abort(self, client: Client) -> None:

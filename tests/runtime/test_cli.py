@@ -153,7 +153,7 @@ ENGINE = {
 SAMPLING = {
     *("--max-tokens", "--min-tokens", "--temperature", "--top-k", "--top-p", "--min-p", "--seed", "--n", "--timeout"),
     *("--presence-penalty", "--frequency-penalty", "--repetition-penalty"),
-    *("--stop", "--stop-token-ids", "--ignore-eos", "--logprobs", "--prompt-logprobs"),
+    *("--stop", "--stop-token-ids", "--ignore-eos"),
 }
 
 

@@ -91,15 +91,20 @@ class Gate(StubRunner):
         return super().run(chunks)
 
 
-class Broken(StubRunner):
-    """Raises as soon as it is given an error."""
+class Broken(Gate):
+    """An open gate; raises as soon as it is given an error."""
 
     error: BaseException | None = None
 
+    def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__(scheduler)
+        self.open.set()
+
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
+        hidden = super().run(chunks)
         if self.error is not None:
             raise self.error
-        return super().run(chunks)
+        return hidden
 
 
 class Lazy(StubRunner):
@@ -202,8 +207,39 @@ def test_hanging_step_ends_the_engine() -> None:
         loop.close()
         assert time.monotonic() - began < 0.3, "it waited for the hanging step"
 
-        gate.open.set()
-    assert clients[0].request.made == 1, "it went on after its end"
+
+@pytest.mark.parametrize("error", [None, RuntimeError("unreachable")])
+def test_a_step_that_ends_after_its_deadline_changes_nothing(error: Exception | None) -> None:
+    """Nor does one that fails then: the engine has ended, and that is why."""
+    before = threading.active_count()
+    scheduler = scheduler_of()
+    runner = Broken(scheduler)
+    runner.open.clear()
+    with engine(runner, scheduler=scheduler, deadline=0.1) as loop:
+        client = Client(params=LONG)
+        submit(loop, client)
+        with pytest.raises(EngineFailure, match="hangs"):
+            client.answer()
+        runner.error = error
+        runner.open.set()
+        eventually(lambda: threading.active_count() <= before)
+        assert client.request.made == (1 if error is None else 0)
+        with pytest.raises(EngineFailure, match="hangs"):
+            submit(loop, Client())
+
+
+def test_a_group_hears_of_the_end_as_long_as_one_of_it_is_open() -> None:
+    scheduler = scheduler_of()
+    runner = Broken(scheduler)
+    failures: queue.SimpleQueue[EngineFailure] = queue.SimpleQueue()
+    with engine(runner, scheduler=scheduler) as loop:
+        short, long = Client(), Client(params=LONG)
+        loop.submit([short.request, long.request], failures.put)
+        assert short.is_lone()
+        loop.ask(lambda core: core.ended)  # by then the loop has looked for what it can forget
+        runner.error = RuntimeError("out of memory")
+        assert "out of memory" in str(failures.get(timeout=PATIENCE))
+        assert failures.empty()
 
 
 def test_the_watchdog_names_a_hanging_token_mask() -> None:
@@ -387,11 +423,14 @@ def test_a_request_of_the_last_moment_gets_an_answer(monkeypatch: pytest.MonkeyP
 def test_close_during_a_hanging_step() -> None:
     """It waits for the step until its deadline; then it ends and whoever waits hears why."""
     scheduler, gate = gated()
-    with engine(gate, scheduler=scheduler, deadline=0.3) as loop:
+    with engine(gate, scheduler=scheduler, deadline=0.4) as loop:
         client = Client()
+        time.sleep(0.05)  # so that the deadline lies between two looks of the watchdog, 0.1 s apart
         submit(loop, client)
         assert gate.reached.wait(PATIENCE)
+        began = time.monotonic()
         loop.close()
+        assert time.monotonic() - began < 5.0
         with pytest.raises(EngineFailure, match="hangs while computing step 1"):
             client.answer()
 

@@ -195,7 +195,7 @@ def test_the_signature_is_still_that_of_the_fields() -> None:
         (["--temperature", "hot"], "--temperature"),
         (["--top-p", "0"], "top_p 0.0: must be a number above 0 and at most 1"),
         (["--n", "65"], "n 65: must be an integer from 1 to 64"),
-        (["--logprobs", "21"], "logprobs 21: must be an integer from 0 to 20"),
+        (["--seed", str(2**63)], "seed 9223372036854775808: must be an integer from -9223372036854775808"),
         (["--stop", ""], "stop '': must be strings"),
         (["--stop", "."] * 17, "stop: has 17 entries"),
         (["--stop-token-ids", "-1"], "stop_token_ids -1"),

@@ -91,13 +91,14 @@ def test_the_budget_is_spent_as_long_as_there_is_work() -> None:
     assert [advance(scheduler).rows for _ in range(5)] == [7, 7, 7, 7, 7]
 
 
-def test_fewer_rows_than_running_requests_starve_nobody() -> None:
-    """The older ones decode first, and the younger ones when these have ended."""
+def test_more_requests_than_rows_starve_nobody() -> None:
+    """No more are admitted than can have a row in every step; the younger ones come when these have ended."""
     scheduler = scheduler_of(row_budget=3)
     sequences = add(scheduler, 1, 1, 1, 1, 1, 1, 1)
     ended = []
     for _ in range(100):
         advance(scheduler)
+        assert len(scheduler.running) <= 3
         for sequence in sequences:
             if len(sequence.tokens) == 11 and not sequence.done:
                 scheduler.finish(sequence)

@@ -1,0 +1,62 @@
+"""The mini body compiled for a number of ranks, as ``octavo graphs`` does it: fake tensors, all passes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from octavo.graphs.buckets import ladder
+from octavo.graphs.compile import compilation_of
+from octavo.graphs.dump import DumpWriter
+from octavo.graphs.explain import Prepared
+from octavo.graphs.facts import Facts
+from octavo.model.model import empty_model
+from octavo.model.presets import cut_layers, preset
+from octavo.passes.base import Compilation, Pass, PassContext
+from octavo.passes.runner import PassResult, run_passes
+from octavo.runtime.body_inputs import classify, example_inputs
+from octavo.runtime.pools import PoolSizes, Storage
+
+TOP = 64
+
+
+def export(layers: int = 10) -> Compilation:
+    """Before any pass; no memory is taken by weights."""
+    config, device = cut_layers(preset("mini"), layers), torch.device("cpu")
+    text = config.text_config
+    with FakeTensorMode():
+        model = empty_model(config, device)
+        sizes = PoolSizes(slots=3, pages=5, max_pages=4)
+        inputs = example_inputs(text, sizes, Storage.BF16, torch.bfloat16, device)
+        return compilation_of(model.body, inputs, classify)
+
+
+def compiled(
+    ranks: int,
+    sharded: bool,
+    after: Callable[[Pass, Compilation], None] | None = None,
+    source: Compilation | None = None,
+) -> tuple[Prepared, list[PassResult]]:
+    compilation = export() if source is None else source
+    context = PassContext(ranks=ranks, sharded=sharded)
+    results = run_passes(compilation, context, after=after)
+    return Prepared(compilation, context, ladder(TOP)), results
+
+
+@functools.cache
+def prepared(ranks: int, sharded: bool = True) -> Prepared:
+    """Shared by tests that only read it."""
+    return compiled(ranks, sharded)[0]
+
+
+def write_dump(directory: Path, ranks: int, layers: int = 10) -> tuple[Facts, Prepared]:
+    writer = DumpWriter(directory)
+    source = export(layers)
+    writer.captured(source)
+    program, results = compiled(ranks, True, writer.after, source)
+    report = writer.finish(program.compilation, program.context, program.buckets, results, ["mini"], {"export": 1.0})
+    return report, program
