@@ -8,7 +8,8 @@ from octavo.runtime.tokenizer import IncrementalDecoder, Tokenizer
 class AnswerText:
     """Decodes tokens and looks for stop strings, which may begin and end in the middle of tokens.
 
-    Text that may be the beginning of a stop string is held back until that is decided.
+    The one that is complete first ends the answer, of several complete at once the longest: where tokens end does not
+    matter. Text that may be the beginning of a stop string is held back until that is decided.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...]) -> None:
@@ -38,7 +39,6 @@ class AnswerText:
         pending = self._held + piece
         found = [(place + len(stop), place, stop) for stop in self._stops if (place := pending.find(stop)) >= 0]
         if found:
-            # The first to be complete, as if characters came one by one: where tokens end must not matter.
             _, place, stop = min(found)
             return self._give(pending[:place], ""), stop
         keep = 0 if final else max((_overlap(pending, stop) for stop in self._stops), default=0)
