@@ -31,8 +31,8 @@ def check_memory(needed_bytes: int, device: torch.device) -> None:
     if needed_bytes > available:
         raise OctavoError(
             f"{device}: {needed_bytes / _GIB:.2f} GiB are needed, {available / _GIB:.2f} GiB are available. Load fewer "
-            "layers or experts (--layers, --experts), keep less state (--kv-tokens, --max-requests), compute fewer rows "
-            "at once (--chunk), or choose another device (--device)."
+            "layers or experts (--layers, --experts), keep less state (--kv-tokens, --max-requests), compute fewer "
+            "rows at once (--chunk), or choose another device (--device)."
         )
 
 
