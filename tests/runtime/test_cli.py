@@ -137,11 +137,12 @@ def test_doctor() -> None:
     assert any("torch" in line for line in lines) and any("backend reference" in line for line in lines)
 
 
-def options(command: str) -> set[str]:
+def options(*command: str) -> set[str]:
     import typer.main
 
-    group = typer.main.get_command(app)
-    found = group.commands[command]  # type: ignore[attr-defined]
+    found = typer.main.get_command(app)
+    for name in command:
+        found = found.commands[name]  # type: ignore[attr-defined]
     return {name for parameter in found.params for name in parameter.opts if name.startswith("--")}
 
 
@@ -163,3 +164,6 @@ def test_options_are_frozen() -> None:
     assert options("chat") == ENGINE | SAMPLING | {"--system", "--thinking"}
     assert options("bench") == ENGINE | {"--requests", "--prompt-tokens", "--answer-tokens", "--json"}
     assert options("doctor") == ENGINE
+    assert options("graphs", "dump") == ENGINE | {"--out", "--ranks"}
+    assert options("graphs", "explain") == ENGINE | {"--rows", "--requests", "--ranks"}
+    assert options("checkpoint", "init") == {"--preset", "--seed"}
