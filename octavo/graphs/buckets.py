@@ -22,11 +22,20 @@ def ladder(top: int) -> tuple[int, ...]:
 
 
 def thinned(sizes: Sequence[int], count: int) -> tuple[int, ...]:
-    """At most ``count`` of the sizes, the first and the last among them, evenly spaced along the ladder."""
-    if len(sizes) <= count:
-        return tuple(sizes)
-    last = len(sizes) - 1
-    return tuple(sizes[round(place * last / (count - 1))] for place in range(count))
+    """At most ``count`` of the sizes, the first and the last among them, with padding spread as evenly as can be.
+
+    Neighbours differ by at most some factor, or are neighbours in the ladder; the smallest such factor is taken.
+    """
+    factor, kept = 1.0, tuple(sizes)
+    while len(kept) > count:
+        factor *= 1.02
+        chosen = [sizes[0]]
+        while chosen[-1] != sizes[-1]:
+            larger = [size for size in sizes if size > chosen[-1]]
+            within = [size for size in larger if size <= chosen[-1] * factor]
+            chosen.append(within[-1] if within else larger[0])
+        kept = tuple(chosen)
+    return kept
 
 
 def worst_padding(sizes: Sequence[int]) -> float:
