@@ -7,7 +7,7 @@ start (:meth:`Program.check_addresses`). The loop knows nothing of the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,7 @@ from octavo.passes.breaks import PieceKind
 from octavo.passes.lower import Instruction, Source
 from octavo.passes.plan_buffers import Buffer
 
-Call = Callable[..., object]
+Call = Callable[..., Sequence[Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ class Program:
             for operand in instruction.operands
         ]
         call = self._call_of(instruction)
-        return dict(zip(instruction.results, call(*operands), strict=True))  # type: ignore[call-overload]
+        return dict(zip(instruction.results, call(*operands), strict=True))
 
     @staticmethod
     def _expect_equal(instruction: Instruction, name: str, eager: Tensor, replayed: Tensor) -> None:
@@ -168,7 +168,7 @@ class Program:
     @staticmethod
     def _step(bound: Bound) -> None:
         values = bound.call(*bound.operands)
-        for place, value in zip(bound.results, values, strict=True):  # type: ignore[call-overload]
+        for place, value in zip(bound.results, values, strict=True):
             place.copy_(value)
 
     def _view(self, buffer: Buffer, bucket: int) -> Tensor:

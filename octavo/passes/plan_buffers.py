@@ -134,7 +134,9 @@ def _policy(node: Node, compilation: Compilation) -> str:
         return f"filled with {compilation.inputs[node.name].fill}"
     source, index = node, 0
     if node.target is operator.getitem:
-        source, index = node.args  # type: ignore[assignment]
+        origin, place = node.args
+        assert isinstance(origin, Node) and isinstance(place, int)
+        source, index = origin, place
     known = operator_of(source)
     if known is None:
         return DeadRows.CARRIED.value
