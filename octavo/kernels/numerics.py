@@ -42,8 +42,8 @@ def blocked_matmul(x: Tensor, weight: Tensor) -> Tensor:
 def _one_thread() -> Iterator[None]:
     """One CPU thread for this thread's calls of torch.
 
-    Torch keeps the number per calling thread, but a thread that meets torch for the first time just now would start
-    with it too: an engine's thread sets its own.
+    Torch keeps the number per calling thread; only a thread that meets torch for the first time just now starts with
+    it too, which costs speed and changes no bit.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

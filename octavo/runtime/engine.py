@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import queue
 import secrets
 import time
@@ -12,8 +11,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
-
-import torch
 
 from octavo.errors import UsageError
 from octavo.graphs.dump import claim
@@ -85,11 +82,7 @@ class EngineBase:
         loaded = time.perf_counter() - began - sum(seconds for _, seconds in runner.body.timeline)
         self.timeline = [("weights, tokenizer, pools", loaded), *runner.body.timeline]
         self._body = runner.body
-        self._loop = EngineLoop(
-            EngineCore(scheduler, runner),
-            self.config.step_deadline,
-            prepare=functools.partial(torch.set_num_threads, torch.get_num_threads()),
-        )
+        self._loop = EngineLoop(EngineCore(scheduler, runner), self.config.step_deadline)
 
     def describe(self) -> str:
         """What is loaded, where, in which numeric mode, and what fits."""

@@ -29,10 +29,8 @@ class EngineFailure(OctavoError):
 class EngineLoop:
     """Runs a core in a thread of its own until :meth:`close`, a failing step, or a step beyond its deadline."""
 
-    def __init__(self, core: EngineCore, step_deadline: float, prepare: Callable[[], None] | None = None) -> None:
-        """``step_deadline``: seconds after which a step counts as hung and the engine ends. ``prepare`` runs first in
-        the engine's thread."""
-        self._prepare = prepare
+    def __init__(self, core: EngineCore, step_deadline: float) -> None:
+        """``step_deadline``: seconds after which a step counts as hung and the engine ends."""
         self._core = core
         self._step_deadline = step_deadline
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -99,6 +97,9 @@ class EngineLoop:
             self._fail(self._hang())
         if self._failure is None:  # else it may hang for ever
             self._thread.join()
+        # It ends now that all is over. Left alone it could be the last to hold the engine, and free its tensors while
+        # the interpreter is being taken down, which ends the process with an abort.
+        self._watchdog.join()
 
     def _check_failure(self) -> None:
         """Each caller gets an exception of its own, as it collects a traceback."""
@@ -113,8 +114,6 @@ class EngineLoop:
     def _run(self) -> None:
         core = self._core
         try:
-            if self._prepare is not None:
-                self._prepare()
             while not self._closing and self._failure is None:
                 self._take_commands(wait=not core.busy)
                 self._step_began = time.monotonic()
