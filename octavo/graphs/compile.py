@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.utils._pytree as pytree
@@ -21,10 +21,11 @@ def compilation_of(
 ) -> Compilation:
     """Export ``module(*inputs.values())`` and say where every input of the graph comes from.
 
-    ``inputs`` are registered dataclasses by name; ``classify`` is given the path of each of their tensors, such as
-    ``state.rings.3``, and tells its kind and what its dead rows hold. Tensors of kind ROWS and WRITES are dynamic.
+    ``inputs`` are tensors or registered dataclasses by name; ``classify`` is given the path of each of their tensors,
+    such as ``state.rings.3``, and tells its kind and what its dead rows hold. Tensors of kind ROWS and WRITES are
+    dynamic.
     """
-    leaves = dict(_leaves(inputs))
+    leaves = dict(leaves_of(inputs))
     sources = {path: classify(path) for path in leaves}
     moving = [tensor for path, tensor in leaves.items() if sources[path].kind in (InputKind.ROWS, InputKind.WRITES)]
     program = capture(module, tuple(inputs.values()), moving)
@@ -36,7 +37,8 @@ def input_names(compilation: Compilation) -> dict[str, str]:
     return {entry.path: name for name, entry in compilation.inputs.items()}
 
 
-def _leaves(inputs: dict[str, Any]) -> list[tuple[str, Tensor]]:
+def leaves_of(inputs: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
+    """(path, tensor) of every tensor in the arguments of a module, such as ``state.rings.3``."""
     found = []
     for name, value in inputs.items():
         for keys, tensor in pytree.tree_flatten_with_path(value)[0]:

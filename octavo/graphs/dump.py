@@ -1,7 +1,8 @@
-"""A directory that shows what became of a graph: before and after each pass, and the program that came out.
+"""A directory that shows what became of a step's graphs: before and after each pass, and the programs that came out.
 
-The directory is claimed before any work starts. Everything in it is a function of the model, the options and the
-versions, except ``timings.json``; so two dumps can be compared with ``diff -r``.
+It holds an overview and a directory for each program. It is claimed before any work starts. Everything in it is a
+function of the model, the options and the versions, except ``timings.json``; so two dumps can be compared with
+``diff -r``.
 """
 
 from __future__ import annotations
@@ -28,8 +29,16 @@ _PAGES = {
     "collectives.md": pages.collectives_page,
 }
 _OTHER_FILES = ("program.py.txt", "timings.json")
-_PROGRAMS = ("sharded", "replicated")
-"""Directories of a dump of several programs."""
+REPLAY_LOG = "replay.jsonl"
+"""Where an engine writes a line for every step, beside the overview."""
+BODY, PRELUDE, EPILOGUE = "body", "prelude", "epilogue"
+_PROGRAMS = (
+    BODY,
+    PRELUDE,
+    EPILOGUE,
+    *(f"{part}-{placement}" for part in (BODY, PRELUDE) for placement in ("sharded", "replicated")),
+)
+"""Directories of programs in a dump: of one rank, and of several."""
 
 
 def claim(directory: Path) -> None:
@@ -45,18 +54,27 @@ def claim(directory: Path) -> None:
                 "Name a new or empty directory, or one that a dump was written to."
             )
         _write_json(directory / REPORT, {"schema": SCHEMA, "generator": GENERATOR, "complete": False})
-        for old in (directory, *(directory / name for name in _PROGRAMS)):
-            for file in (*_PAGES, *_OTHER_FILES):
-                (old / file).unlink(missing_ok=True)
-            for text in (old / "passes").glob("[0-9][0-9]_*.txt"):
-                text.unlink()
-        for name in _PROGRAMS:
-            if _is_dump(directory / name):
-                (directory / name / REPORT).unlink()
+        for program in (directory / name for name in _PROGRAMS):
+            if _is_dump(program):
+                _empty(program)
+                (program / REPORT).unlink()
+                program.rmdir()
+        _empty(directory)
+        (directory / REPLAY_LOG).unlink(missing_ok=True)
     except OSError as error:
         raise UsageError(
             f"{directory} cannot be written: {error.strerror or error}. Name a directory that can be made or written."
         ) from error
+
+
+def _empty(directory: Path) -> None:
+    """Remove what a dump wrote, but its report."""
+    for file in (*_PAGES, *_OTHER_FILES):
+        (directory / file).unlink(missing_ok=True)
+    if (directory / "passes").is_dir():
+        for text in (directory / "passes").glob("[0-9][0-9]_*.txt"):
+            text.unlink()
+        (directory / "passes").rmdir()
 
 
 def _is_dump(directory: Path) -> bool:
@@ -75,11 +93,6 @@ class DumpWriter:
         claim(directory)
         self._directory = directory
         self._stages: list[tuple[str, GraphText, Difference | None]] = []
-
-    @property
-    def replay_log(self) -> Path:
-        """Where an engine writes a line for every step."""
-        return self._directory / "replay.jsonl"
 
     def captured(self, compilation: Compilation) -> None:
         """Note the graph before the first pass."""
@@ -158,7 +171,7 @@ class DumpWriter:
 
 
 def write_overview(directory: Path, title: Sequence[str], programs: Mapping[str, Facts]) -> None:
-    """Index and report of a claimed directory whose subdirectories hold ``programs``."""
+    """Index and report of a claimed directory whose subdirectories hold ``programs``, by name."""
     try:
         (directory / "index.md").write_text(
             "\n".join(pages.overview_page(title, dict(programs))) + "\n", encoding="utf-8"

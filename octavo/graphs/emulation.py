@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from octavo.kernels.collectives import restored
+from octavo.kernels.collectives import restored, shard_of
 
 Result = TypeVar("Result")
 
@@ -41,6 +41,9 @@ class EmulatedCommunicator:
     def __init__(self, rank: int, ranks: int, meeting: _Meeting) -> None:
         self.rank, self.ranks = rank, ranks
         self._meeting = meeting
+
+    def shard(self, values: list[Tensor]) -> list[Tensor]:
+        return [shard_of(value, self.rank, self.ranks) for value in values]
 
     def gather(self, values: list[Tensor], ordered: bool) -> list[Tensor]:
         everybody = self._meeting.exchange(self.rank, values)

@@ -75,8 +75,10 @@ def placement_of(batch: Batch, ranks: int) -> Placed:
     return Placed(True, f"sharded: row g of the step lies on rank g % {ranks}")
 
 
-def explain(batch: Batch, prepared: Prepared, *, max_requests: int, align: int = 1) -> list[str]:
-    """Lines for people. ``prepared`` is the program for the placement of the batch (:func:`placement_of`).
+def explain(
+    batch: Batch, prepared: Prepared, *, max_requests: int, head_buckets: tuple[int, ...], align: int = 1
+) -> list[str]:
+    """Lines for people. ``prepared`` is the body's program for the placement of the batch (:func:`placement_of`).
 
     Raises :class:`UsageError` for a batch that cannot be.
     """
@@ -94,8 +96,8 @@ def explain(batch: Batch, prepared: Prepared, *, max_requests: int, align: int =
         *_bucket(batch, placed, needed, bucket, prepared),
         _line(
             "requests",
-            f"{batch.requests} of {max_requests} slots; how many there are changes no shape, and the head sees "
-            f"{counted(batch.requests, 'row')}",
+            f"{batch.requests} of {max_requests} slots; how many there are changes no shape. The head sees at most "
+            f"{counted(batch.requests, 'row')}, in its bucket of {bucket_for(batch.requests, head_buckets)}",
         ),
     ]
     return lines + _instructions(prepared.compilation) + _collectives(prepared, needed if bucket is None else bucket)

@@ -8,7 +8,7 @@ from torch.fx import Node
 
 from octavo.graphs.describe import value_names
 from octavo.graphs.tables import layer_span
-from octavo.kernels.collectives import gather_rows, reduce_rows
+from octavo.kernels.collectives import gather_rows, reduce_rows, shard_rows
 from octavo.kernels.operator import Need
 from octavo.passes.base import LAYER, Compilation, PassContext, operator_of, tensor_arguments
 from octavo.passes.breaks import PieceKind
@@ -22,7 +22,7 @@ class Move:
     piece: int
     layers: tuple[int, ...]
     operation: str
-    """gather in global order, gather rank by rank, reduce-scatter or all-reduce."""
+    """shard, gather in global order, gather rank by rank, reduce-scatter or all-reduce."""
     values: tuple[str, ...]
     readers: tuple[str, ...]
     """Operators and their arguments that ask for it."""
@@ -51,11 +51,15 @@ def _move(piece: SplitPiece, compilation: Compilation, context: PassContext, nam
     results = [node for node in piece.piece.nodes if node.name in compilation.buffers]
     bytes_out = sum(compilation.buffers[node.name].row_bytes for node in results)
     readers = _readers(results, piece.layers)
-    if operator_of(call) is gather_rows:
+    sent: float
+    if operator_of(call) is shard_rows:
+        operation, sent = "shard", 0.0
+        why = "this rank's rows suffice from here on"
+    elif operator_of(call) is gather_rows:
         ordered = bool(call.args[2])
         operation = "gather in global order" if ordered else "gather rank by rank"
         why = f"{' and '.join(readers)} need all rows{', in global order' if ordered else ''}"
-        sent: float = bytes_in * (context.ranks - 1)
+        sent = bytes_in * (context.ranks - 1)
     else:
         assert operator_of(call) is reduce_rows, f"{call} is no collective"
         scatter = bool(call.args[2])

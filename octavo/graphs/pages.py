@@ -276,7 +276,7 @@ def collectives_page(report: Facts) -> list[str]:
 
 
 def overview_page(title: Sequence[str], programs: dict[str, Facts]) -> list[str]:
-    """Index of a dump of several programs: directory name -> report."""
+    """Index of a dump: the directory of each program -> its report."""
     rows = [
         (
             f"[{name}]({name}/index.md)",
@@ -295,7 +295,10 @@ def overview_page(title: Sequence[str], programs: dict[str, Facts]) -> list[str]
         "",
         *(f"{line}  " for line in title),
         "",
-        f"Several ranks need {len(rows)} programs. Written by `{GENERATOR}`.",
+        "A step runs a prelude (tokens to rows: embedding, Engram), the body (all layers) and an epilogue (the head, "
+        "for the rows that sample).",
+        *([] if len(rows) == 3 else ["Prelude and body exist twice: with rows dealt over the ranks, and without."]),
+        f"Written by `{GENERATOR}`.",
         "",
         *table(headings, rows, right="instructions|collectives|rows to|buffers"),
     ]

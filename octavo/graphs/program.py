@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from octavo.kernels.collectives import Communicator
-from octavo.passes.base import Compilation, GraphError, GraphInput, InputKind
+from octavo.kernels.collectives import Communicator, gather_rows, shard_rows
+from octavo.passes.base import Compilation, GraphError, GraphInput, InputKind, operator_of
 from octavo.passes.breaks import PieceKind
 from octavo.passes.lower import Instruction, Source
 from octavo.passes.plan_buffers import Buffer
@@ -195,8 +195,10 @@ class Program:
         communicator = self._communicator
         if communicator is None:
             raise GraphError(f"{instruction.title}: the program moves rows between ranks and has no communicator")
-        (node,) = [n for n in instruction.module.graph.nodes if n.op == "call_function" and "octavo" in str(n.target)]
+        (node,) = [n for n in instruction.module.graph.nodes if operator_of(n) is not None]
+        if operator_of(node) is shard_rows:
+            return lambda *values: communicator.shard(list(values))
         flag = bool(node.args[2])
-        if "gather_rows" in str(node.target):
+        if operator_of(node) is gather_rows:
             return lambda *values: communicator.gather(list(values), flag)
         return lambda value: (communicator.reduce(value, flag),)

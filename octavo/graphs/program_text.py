@@ -14,7 +14,7 @@ from torch.fx import Node
 from octavo.graphs.describe import WIDTH, operation_of, shapes_of, value_names
 from octavo.graphs.facts import Facts
 from octavo.graphs.tables import ranges
-from octavo.kernels.collectives import gather_rows
+from octavo.kernels.collectives import gather_rows, shard_rows
 from octavo.passes.base import Compilation, operator_of
 from octavo.passes.breaks import PieceKind
 from octavo.passes.lower import Instruction, Source
@@ -27,6 +27,7 @@ are one function. In comments, r is the number of rows on this rank. Assigning t
 that static buffer.
 """
 
+import torch
 from torch import ops
 '''
 _SOURCES = {Source.STATIC: "b", Source.WEIGHT: "w", Source.CONSTANT: "w", Source.POOL: "p", Source.LIVE: "live"}
@@ -63,7 +64,7 @@ def _function_name(kind: Facts) -> str:
 def _function(piece: SplitPiece, kind: Facts, names: dict[str, str]) -> list[str]:
     nodes = {node.name: node for own in piece.piece.nodes for node in (own, *own.all_input_nodes)}
     local: dict[str, str] = {}
-    taken: set[str] = {"ops"}
+    taken: set[str] = {"ops", "torch"}
     for name in piece.operands:
         local[name] = _identifier(names[name], taken)
     parameters = [f"{local[name]},  # {shapes_of(nodes[name])}" for name in piece.operands]
@@ -111,8 +112,10 @@ def _instruction(instruction: Instruction, piece: SplitPiece, function: str, nam
     targets = [f'b["{names[name]}"]' for name in instruction.results]
     head, tail = f"{function}(", ")"
     call = piece.piece.nodes[0]
-    if instruction.kind is PieceKind.COLLECTIVE and operator_of(call) is gather_rows:
-        head, tail = "communicator.gather([", f"], ordered={bool(call.args[2])})"
+    if instruction.kind is PieceKind.COLLECTIVE and operator_of(call) in (gather_rows, shard_rows):
+        head, tail = "communicator.shard([", "])"
+        if operator_of(call) is gather_rows:
+            head, tail = "communicator.gather([", f"], ordered={bool(call.args[2])})"
         if len(targets) == 1:
             targets = [f"({targets[0]},)"]
     elif instruction.kind is PieceKind.COLLECTIVE:
@@ -143,7 +146,7 @@ def _wrapped(head: str, arguments: Sequence[str], tail: str) -> list[str]:
 
 def _identifier(name: str, taken: set[str]) -> str:
     """A Python name for a value or input, without its layer; unique among ``taken``, to which it is added."""
-    short = re.sub(r"^(L\d+|body|rows|state|layers\.\d+)\.", "", name)
+    short = re.sub(r"^(L\d+|body|rows|tokens|state|layers\.\d+)\.", "", name)
     short = re.sub(r"[^0-9A-Za-z]+", "_", short).strip("_")
     if not short.isidentifier() or keyword.iskeyword(short):
         short = f"v_{short}"

@@ -6,7 +6,8 @@ Those that move rows between ranks (``collectives``) are inserted by the compile
 from __future__ import annotations
 
 from octavo.kernels.attend import attend, commit_window
-from octavo.kernels.engram import engram_gate, engram_hash, engram_lookup
+from octavo.kernels.embed import embed_tokens
+from octavo.kernels.engram import engram_gate, engram_hash, engram_lookup, token_classes
 from octavo.kernels.experts import combine, experts, shared_expert
 from octavo.kernels.linear import grouped_linear, linear, linear_f8, linear_f32
 from octavo.kernels.mhc import mhc_collapse, mhc_expand, mhc_mix, stream_mean
@@ -21,6 +22,7 @@ __all__ = [
     "attend",
     "combine",
     "commit_window",
+    "embed_tokens",
     "engram_gate",
     "engram_hash",
     "engram_lookup",
@@ -40,5 +42,6 @@ __all__ = [
     "select_candidates",
     "shared_expert",
     "stream_mean",
+    "token_classes",
     "window_latent",
 ]

@@ -21,6 +21,10 @@ class Communicator(Protocol):
     rank: int
     ranks: int
 
+    def shard(self, values: list[Tensor]) -> list[Tensor]:
+        """Each [ranks * r, ...] in global order, the same on all ranks -> this rank's [r, ...]; nothing is sent."""
+        ...
+
     def gather(self, values: list[Tensor], ordered: bool) -> list[Tensor]:
         """Each [r, ...] of this rank -> [ranks * r, ...] of all, in global order or rank-major."""
         ...
@@ -30,17 +34,33 @@ class Communicator(Protocol):
         ...
 
 
-def restored(rank_major: Tensor, ranks: int) -> Tensor:
-    """Rank-major rows [ranks * r, ...] -> global order, same shape."""
-    return torch.unflatten(rank_major, 0, (ranks, -1)).transpose(0, 1).flatten(0, 1)
-
-
 def shard_of(rows: Tensor, rank: int, ranks: int) -> Tensor:
     """This rank's rows [r, ...] of rows [ranks * r, ...] in global order."""
     return rows[rank::ranks]
 
 
+def restored(rank_major: Tensor, ranks: int) -> Tensor:
+    """Rank-major rows [ranks * r, ...] -> global order, same shape."""
+    return torch.unflatten(rank_major, 0, (ranks, -1)).transpose(0, 1).flatten(0, 1)
+
+
 _EVERY = Returns(Gives.EVERY, DeadRows.CARRIED)
+
+
+@operator(
+    arguments={"values": Need.ORDERED},
+    results=(Returns(Gives.ROWS, DeadRows.CARRIED),),
+    source="design 6",
+    collective=True,
+)
+def shard_rows(values: list[Tensor], ranks: int) -> list[Tensor]:
+    """This rank's rows of values that every rank has whole: each [ranks * r, ...] -> [r, ...]. Nothing is sent."""
+    raise AssertionError("shard_rows is carried out by a communicator, as an instruction of a program")
+
+
+@shard_rows.fake
+def _shard_rows(values: list[Tensor], ranks: int) -> list[Tensor]:
+    return [value.new_empty(value.shape[0] // ranks, *value.shape[1:]) for value in values]
 
 
 @operator(arguments={"values": Need.ROWS}, results=(_EVERY,), source="design 6", collective=True)

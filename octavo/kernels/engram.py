@@ -13,7 +13,26 @@ from octavo.kernels.paging import step_layout
 from octavo.kernels.quantise import dequantise_q8
 
 DEAD_CLASS = -1
-"""Class of a token that takes part in no n-gram (image spans)."""
+"""Class of a token that takes part in no n-gram (image spans, padding)."""
+
+
+@operator(
+    # Row by row, but its reader needs all rows in global order: computed there, nothing has to be gathered.
+    arguments={"ids": Need.ORDERED, "image": Need.ORDERED, "classes": Need.ANY},
+    results=(Returns(Gives.EVERY, DeadRows.MINUS_ONE),),
+    source="spec/model.md 3.11",
+)
+def token_classes(ids: Tensor, image: Tensor, classes: Tensor) -> Tensor:
+    """Classes [T] int64 of ids [T] int64; DEAD_CLASS where image [T] bool is set and for ids below zero.
+
+    classes [V] int64 holds the class of every id.
+    """
+    return classes[ids.clamp_min(0)].masked_fill(image | (ids < 0), DEAD_CLASS)
+
+
+@token_classes.fake
+def _token_classes(ids: Tensor, image: Tensor, classes: Tensor) -> Tensor:
+    return ids.new_empty(ids.shape)
 
 
 @operator(
@@ -29,6 +48,7 @@ DEAD_CLASS = -1
     },
     results=(Returns(Gives.EVERY, DeadRows.CARRIED),),
     source="spec/model.md 3.11",
+    before_write=("history",),
 )
 def engram_hash(
     classes: Tensor,
@@ -89,9 +109,11 @@ def _engram_hash(
 def engram_lookup(table: Tensor, scale: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Dequantised table rows side by side: rows [R, columns] int64 -> [R, columns * width] in ``dtype``.
 
-    table [entries, width] E4M3, scale [entries, width / 32] uint8.
+    table [entries, width] E4M3, scale [entries, width / 32] uint8; they may lie in host memory while rows lie on a
+    device: then the device waits for the host.
     """
-    return dequantise_q8(table[rows], scale[rows]).flatten(1).to(dtype)
+    index = rows.to(table.device)
+    return dequantise_q8(table[index], scale[index]).flatten(1).to(dtype).to(rows.device)
 
 
 @engram_lookup.fake

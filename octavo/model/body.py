@@ -70,9 +70,8 @@ class Body(nn.Module):
         features = []
         for layer in self.layers:
             frequencies = self.yarn if layer.plan.ratio else self.plain
-            streams, feature = layer.enter(streams, rows)
+            streams, pre, selection, feature = layer(streams, pre, selection, frequencies, rows, state)
             features += feature
-            streams, pre, selection = layer(streams, pre, selection, frequencies, rows, state)
         return Output(kernels.mhc_collapse(streams, pre, self.norm.weight, self.epsilon), features)
 
 
@@ -99,16 +98,17 @@ class Layer(nn.Module):
         self.hc_ffn_scale = parameter(3, dtype=torch.float32)
         self.hc_ffn_base = parameter(mixes, dtype=torch.float32)
 
-    def enter(self, streams: Tensor, rows: Rows) -> tuple[Tensor, list[Tensor]]:
-        """Engram, then the draft feature: both act on the streams before anything else of the layer."""
-        if self.plan.engram is not None:
-            streams = self.engram(streams, rows.engram[self.plan.engram], rows.image)
-        return streams, [kernels.stream_mean(streams)] if self.plan.draft_feature else []
-
     def forward(
         self, streams: Tensor, pre: Tensor, selection: Selection, frequencies: Tensor, rows: Rows, state: State
-    ) -> tuple[Tensor, Tensor, Selection]:
-        """``pre`` is deferred: each sublayer reads the streams through the mix of the sublayer before it."""
+    ) -> tuple[Tensor, Tensor, Selection, list[Tensor]]:
+        """New streams, pre and selection, and the draft feature if the layer has one.
+
+        ``pre`` is deferred: each sublayer reads the streams through the mix of the sublayer before it.
+        """
+        if self.plan.engram is not None:
+            streams = self.engram(streams, rows.engram[self.plan.engram], rows.image)
+        feature = [kernels.stream_mean(streams)] if self.plan.draft_feature else []
+
         attn_pre, post, comb = kernels.mhc_mix(
             streams, self.hc_attn_fn, self.hc_attn_scale, self.hc_attn_base, *self.sinkhorn
         )
@@ -121,7 +121,7 @@ class Layer(nn.Module):
         )
         x = kernels.mhc_collapse(streams, attn_pre, self.ffn_norm.weight, self.epsilon)
         streams = kernels.mhc_expand(streams, self.ffn(x, rows), post, comb)
-        return streams, ffn_pre, selection
+        return streams, ffn_pre, selection, feature
 
 
 class Attention(nn.Module):

@@ -1,4 +1,4 @@
-"""What the body takes and gives: registered dataclasses of explicit tensors (design section 2).
+"""What prelude and body take and give: registered dataclasses of explicit tensors (design section 2).
 
 Shape letters: R local rows, T global rows (equal to R on one rank), D hidden size, S streams, W window,
 C head_dim. Row metadata and write metadata are two types on purpose: under context parallelism the first is
@@ -11,6 +11,24 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+
+@dataclass
+class Tokens:
+    """What the prelude is given: this step's tokens, all of them in global order."""
+
+    ids: Tensor
+    """[T] int64, -1 on dead rows."""
+    slots: Tensor
+    """[T] int32: the request's slot, -1 on dead rows."""
+    positions: Tensor
+    """[T] int32: the position in its request, -1 on dead rows."""
+    starts: Tensor
+    """[T] int32: the first position that the row's request computes in this step, -1 on dead rows."""
+    live: Tensor
+    """[T] bool."""
+    image: Tensor
+    """[T] bool: the token belongs to an image span."""
 
 
 @dataclass
@@ -63,5 +81,5 @@ class Output:
     """One [R, D] for each draft target layer: the stream mean of its input."""
 
 
-for _dataclass in (Rows, State, Output):
+for _dataclass in (Tokens, Rows, State, Output):
     torch.export.register_dataclass(_dataclass, serialized_type_name=f"octavo.{_dataclass.__name__}")

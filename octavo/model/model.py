@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from octavo import kernels
 from octavo.model.body import Body
 from octavo.model.config import ModelConfig
 from octavo.model.prelude import Embedding
@@ -14,6 +13,8 @@ from octavo.model.weights import LinearF32
 
 class Model(nn.Module):
     """Embedding, body and head on one device. Engram tables live beside it (``octavo.model.prelude``).
+
+    The head is the epilogue: it takes the hidden rows that sample.
 
     ``experts`` is the range of routed experts to hold, all of them by default; the router always knows all.
     Parameters are uninitialised: load or randomise them.
@@ -31,10 +32,6 @@ class Model(nn.Module):
     def official_parameters(self) -> dict[str, Tensor]:
         """Parameters by official tensor name; expert stacks carry the name without the expert number."""
         return {name.removeprefix("body."): tensor for name, tensor in self.named_parameters()}
-
-    def logits(self, hidden: Tensor, last: Tensor) -> Tensor:
-        """Epilogue: hidden [R, D], last [n] int64 rows to sample from -> logits [n, vocabulary] F32."""
-        return kernels.linear_f32(hidden.index_select(0, last), self.head.weight)
 
 
 def resident_bytes(model: Model) -> int:

@@ -6,91 +6,116 @@ it names are on their way before the first layer starts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from collections.abc import Sequence
+from typing import cast
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from octavo import kernels
-from octavo.kernels.engram import DEAD_CLASS
-from octavo.model.config import TextConfig
-from octavo.model.engram_hash import engram_hashes
-from octavo.model.token_classes import pad_class
+from octavo.model.config import SCALE_BLOCK, TextConfig
+from octavo.model.engram_hash import EngramHash, engram_hashes
+from octavo.model.inputs import Rows, Tokens
 from octavo.model.weights import Weight
 
 
 class Embedding(Weight):
-    """Token embedding: ids [T] int64 -> [T, D] in ``dtype``; ids below zero (dead rows) give zero."""
+    """Token embedding: ids [R] int64 -> [R, D] in ``dtype``; ids below zero (dead rows) give zero."""
 
     def __init__(self, text: TextConfig) -> None:
         super().__init__(text.vocab_size, text.hidden_size)
 
     def forward(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        rows = nn.functional.embedding(ids.clamp_min(0), self.weight).to(dtype)
-        return rows.masked_fill((ids < 0).unsqueeze(1), 0.0)
+        return kernels.embed_tokens(ids, self.weight, dtype)
 
 
-@dataclass
-class EngramTable:
-    """One layer's table: weight [rows, width] E4M3, scale [rows, width / 32] uint8; host memory or the device."""
+class EngramTable(nn.Module):
+    """One layer's table, in host memory or on the device, and the numbers of its hash on ``device``."""
 
-    weight: Tensor
-    scale: Tensor
+    primes: Tensor
+    """[columns] int64."""
+    offsets: Tensor
+    """[columns] int64: first table row of each column."""
+    multipliers: Tensor
+    """[n] int64."""
+
+    def __init__(self, numbers: EngramHash, weight: Tensor, scale: Tensor, device: torch.device) -> None:
+        """``weight`` [rows, width] E4M3, ``scale`` [rows, width / 32] uint8: held as they are, never copied."""
+        super().__init__()
+        self.weight, self.scale = (nn.Parameter(tensor, requires_grad=False) for tensor in (weight, scale))
+        for name, values in (
+            ("primes", tuple(itertools.chain.from_iterable(numbers.primes))),
+            ("offsets", numbers.offsets),
+            ("multipliers", numbers.multipliers),
+        ):
+            self.register_buffer(name, torch.tensor(values, dtype=torch.int64, device=device), persistent=False)
+
+    def rows(self, classes: Tensor, history: Tensor, tokens: Tokens, pad: int) -> Tensor:
+        """Table rows [T, columns] int64 of every token's n-grams; history is read and not changed."""
+        return kernels.engram_hash(
+            classes,
+            history,
+            self.primes,
+            self.offsets,
+            self.multipliers,
+            tokens.slots,
+            tokens.positions,
+            tokens.starts,
+            pad,
+        )
+
+    def forward(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """The named rows side by side: rows [R, columns] -> [R, columns * width] in ``dtype``."""
+        return kernels.engram_lookup(self.weight, self.scale, rows, dtype)
 
 
-class EngramTables(nn.Module):
-    """Token classes, hashes and tables of all Engram layers. It works on the device where the tables lie."""
+def engram_tables(
+    text: TextConfig, weights: Sequence[tuple[Tensor, Tensor]], device: torch.device
+) -> list[EngramTable]:
+    """A table for each Engram layer from its (weight, scale)."""
+    return [EngramTable(n, *pair, device) for n, pair in zip(engram_hashes(text), weights, strict=True)]
+
+
+def empty_tables(text: TextConfig, memory: torch.device, device: torch.device) -> list[EngramTable]:
+    """Uninitialised tables in ``memory``, used from ``device``: for tracing under fake tensors, and random values."""
+    width = text.engram_head_dim
+    weights = [
+        (
+            torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=memory),
+            torch.empty(rows, width // SCALE_BLOCK, dtype=torch.uint8, device=memory),
+        )
+        for rows in text.engram_num_embeddings
+    ]
+    return engram_tables(text, weights, device)
+
+
+class Prelude(nn.Module):
+    """From tokens to the rows that the body takes."""
 
     classes: Tensor
-    """[V] int64: the class of every token id."""
-    primes: Tensor
-    """[layers, columns] int64."""
-    offsets: Tensor
-    """[layers, columns] int64: first table row of each column."""
-    multipliers: Tensor
-    """[layers, n] int64."""
+    """[V] int64: the Engram class of every token id."""
 
-    def __init__(self, text: TextConfig, classes: npt.NDArray[np.int64], tables: list[EngramTable]) -> None:
+    def __init__(
+        self, embed: Embedding, tables: Sequence[EngramTable], classes: Tensor, pad_class: int, dtype: torch.dtype
+    ) -> None:
+        """``dtype`` is that of activations. ``classes`` lies where ``embed`` does."""
         super().__init__()
-        self.tables = tables
-        self.pad = pad_class(classes, text)
-        self.depth = text.engram_max_ngram_size - 1
-        self.register_buffer("classes", torch.from_numpy(classes), persistent=False)
-        hashes = engram_hashes(text)
-        assert len(hashes) == len(tables)
-        for name, values in (
-            ("primes", [np.concatenate(h.primes) for h in hashes]),
-            ("offsets", [h.offsets for h in hashes]),
-            ("multipliers", [h.multipliers for h in hashes]),
-        ):
-            self.register_buffer(name, torch.from_numpy(np.array(values, dtype=np.int64)), persistent=False)
+        self.embed = embed
+        self.tables = cast("Sequence[EngramTable]", nn.ModuleList(tables))
+        self.pad_class, self.dtype = pad_class, dtype
+        self.register_buffer("classes", classes, persistent=False)
 
-    def token_classes(self, ids: Tensor, image: Tensor) -> Tensor:
-        """Classes [T] int64 of ids [T]; image rows and dead rows take part in no n-gram."""
-        return self.classes[ids.clamp_min(0)].masked_fill(image | (ids < 0), DEAD_CLASS)
-
-    def rows(self, classes: Tensor, history: Tensor, slots: Tensor, positions: Tensor, starts: Tensor) -> list[Tensor]:
-        """Table rows [T, columns] int64 of every Engram layer; history [slots, n - 1] int64 is not changed."""
-        return [
-            kernels.engram_hash(
-                classes,
-                history,
-                self.primes[index],
-                self.offsets[index],
-                self.multipliers[index],
-                slots,
-                positions,
-                starts,
-                self.pad,
-            )
-            for index in range(len(self.tables))
-        ]
-
-    def look_up(self, rows: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        """The rows of each table side by side, [R, columns * width] in ``dtype``, for local rows."""
-        return [
-            kernels.engram_lookup(table.weight, table.scale, index, dtype)
-            for table, index in zip(self.tables, rows, strict=True)
-        ]
+    def forward(self, tokens: Tokens, history: Tensor) -> Rows:
+        """Rows of this step; history [slots, n - 1] int64, the last classes of every request, moves on."""
+        classes = kernels.token_classes(tokens.ids, tokens.image, self.classes)
+        found = [table.rows(classes, history, tokens, self.pad_class) for table in self.tables]
+        kernels.commit_window(history, classes, tokens.slots, tokens.positions)
+        return Rows(
+            self.embed(tokens.ids, self.dtype),
+            tokens.slots,
+            tokens.positions,
+            tokens.live,
+            tokens.image,
+            [table(rows, self.dtype) for table, rows in zip(self.tables, found, strict=True)],
+        )

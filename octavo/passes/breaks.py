@@ -12,7 +12,16 @@ from dataclasses import dataclass, field
 
 from torch.fx import Node
 
-from octavo.passes.base import PIECE, Compilation, GraphError, PassContext, PassReport, operator_of
+from octavo.passes.base import (
+    PIECE,
+    Compilation,
+    GraphError,
+    PassContext,
+    PassReport,
+    operator_of,
+    tensor_arguments,
+    values_of,
+)
 
 
 class PieceKind(enum.Enum):
@@ -74,6 +83,9 @@ def _judge(node: Node, context: PassContext) -> tuple[PieceKind, str]:
         return PieceKind.SEGMENT, ""
     if known.contract.collective:
         return PieceKind.COLLECTIVE, f"{known.name}: rows move between ranks"
+    elsewhere = [name for name, value in tensor_arguments(node) if _device(value) != context.device]
+    if elsewhere:
+        return PieceKind.BREAK, f"{known.name}: {', '.join(elsewhere)} not in the memory of {context.device}"
     if context.capturable is not None:
         declared = known.name in context.capturable
         return (PieceKind.SEGMENT, "") if declared else (PieceKind.BREAK, f"{known.name}: declared uncapturable")
@@ -82,3 +94,7 @@ def _judge(node: Node, context: PassContext) -> tuple[PieceKind, str]:
     if context.device in backend.capturable:
         return PieceKind.SEGMENT, ""
     return PieceKind.BREAK, f"{known.name}: backend {chosen} is not capturable on {context.device}"
+
+
+def _device(node: Node) -> str:
+    return values_of(node)[0].device.type

@@ -1,8 +1,8 @@
 """Pass 3: context and expert parallelism as placement propagation.
 
 Placements flow from the inputs through every node by rule; where an operator's contract asks for rows in another
-placement than a value has, a collective is inserted: a gather in global order, a rank-major gather, or a reduction of
-expert sums. Nothing is matched by pattern and no site is listed. Gathers that are ready together travel as one.
+placement than a value has, a collective is inserted: a shard, a gather in global order, a rank-major gather, or a
+reduction of expert sums. Nothing is matched by pattern and no site is listed. What is ready together travels as one.
 With one rank it inserts nothing (design section 4).
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from torch.fx import Graph, Node
 
-from octavo.kernels.collectives import gather_rows, reduce_rows
+from octavo.kernels.collectives import gather_rows, reduce_rows, shard_rows
 from octavo.kernels.operator import Contract, Gives, Need
 from octavo.passes.base import (
     LAYER,
@@ -30,6 +30,7 @@ from octavo.passes.base import (
     tensor_arguments,
 )
 
+_COLLECTIVES = (shard_rows, gather_rows, reduce_rows)
 COMPLETE = {
     Placement.PARTIAL_REPLICATED: Placement.REPLICATED,
     Placement.PARTIAL_RANK_MAJOR: Placement.RANK_MAJOR,
@@ -68,6 +69,8 @@ class _Plan:
     """(consumer, value, ordered): the consumer reads the gathered value."""
     reduced: dict[Node, list[Node]] = field(default_factory=dict)
     """Partial values and the consumers that need their sum."""
+    sharded: dict[Node, list[Node]] = field(default_factory=dict)
+    """Values that every rank has whole, and the consumers that work on this rank's rows."""
 
 
 class Place:
@@ -86,7 +89,7 @@ class Place:
             compilation.module.recompile()
         for node, placement in plan.placements.items():
             node.meta[PLACEMENT] = placement
-        collectives = [n for n in compilation.calls() if operator_of(n) in (gather_rows, reduce_rows)]
+        collectives = [n for n in compilation.calls() if operator_of(n) in _COLLECTIVES]
         notes = (f"{len(collectives)} collectives",) if context.ranks > 1 else ()
         return PassReport(len(plan.placements), added=added, notes=notes)
 
@@ -100,7 +103,7 @@ class Place:
 def check_needs(node: Node, context: PassContext) -> None:
     """Raise :class:`GraphError` if a call is given rows in another placement than its contract asks for."""
     known = operator_of(node)
-    if known is None or known in (gather_rows, reduce_rows):
+    if known is None or known in _COLLECTIVES:
         return
     for name, argument in tensor_arguments(node):
         need, placement = known.contract.arguments[name], argument.meta[PLACEMENT]
@@ -119,6 +122,8 @@ def check_placed(compilation: Compilation, context: PassContext) -> int:
     for consumer, value, ordered in plan.replaced:
         order = "in global order" if ordered else "in any order"
         raise GraphError(f"needs all rows of {value} {order}, and nothing gathers them", consumer)
+    for value, consumers in plan.sharded.items():
+        raise GraphError(f"needs this rank's rows of {value} alone, and nothing deals them", consumers[0])
     for value, consumers in plan.reduced.items():
         raise GraphError(f"needs the sum of {value} over the ranks, and nothing reduces it", consumers[0])
     return len(plan.placements)
@@ -150,14 +155,15 @@ def _propagate(compilation: Compilation, context: PassContext) -> _Plan:
                 plan.placements[node] = several[index] if isinstance(several, tuple) else several
             else:
                 plan.placements[node] = _rowwise(node, context, plan)
-    for node in compilation.graph.output_node().all_input_nodes:
-        _complete(node, compilation.graph.output_node(), context, plan)
+    output = compilation.graph.output_node()
+    for node in output.all_input_nodes:
+        _local(_complete(node, output, context, plan), node, output, context, plan)
     return plan
 
 
 def _operator(node: Node, contract: Contract, context: PassContext, plan: _Plan) -> Placement | tuple[Placement, ...]:
     """Ask for what the contract needs -> the placements of the results."""
-    if contract is gather_rows.contract or contract is reduce_rows.contract:
+    if contract.collective:
         return _collective(node, contract, context, plan)
     every = Placement.REPLICATED
     for name, argument in tensor_arguments(node):
@@ -172,6 +178,8 @@ def _operator(node: Node, contract: Contract, context: PassContext, plan: _Plan)
             plan.gathers.setdefault((argument, ordered), _Gather(argument, ordered, node))
             plan.replaced.append((node, argument, ordered))
             placement = Placement.REPLICATED if ordered else Placement.RANK_MAJOR
+        elif need is Need.ROWS:
+            placement = _local(placement, argument, node, context, plan)
         if placement not in _accepted(need, context):
             raise GraphError(f"argument {name} needs {need.value} rows; {argument} is {placement.value}", node)
         if need is Need.EVERY:
@@ -192,10 +200,11 @@ def _operator(node: Node, contract: Contract, context: PassContext, plan: _Plan)
 def _collective(node: Node, contract: Contract, context: PassContext, plan: _Plan) -> Placement:
     """Where a collective that is already there leaves its rows; it must be given what it moves."""
     given = {plan.placements[argument] for _, argument in tensor_arguments(node)}
-    flag = bool(node.args[2])
-    if contract is gather_rows.contract:
-        takes, leaves = Placement.SHARDED, Placement.REPLICATED if flag else Placement.RANK_MAJOR
-    elif flag:
+    if contract is shard_rows.contract:
+        takes, leaves = Placement.REPLICATED, Placement.SHARDED
+    elif contract is gather_rows.contract:
+        takes, leaves = Placement.SHARDED, Placement.REPLICATED if node.args[2] else Placement.RANK_MAJOR
+    elif node.args[2]:
         takes, leaves = Placement.PARTIAL_RANK_MAJOR, Placement.SHARDED
     else:
         takes, leaves = Placement.PARTIAL_REPLICATED, Placement.REPLICATED
@@ -223,9 +232,17 @@ def _complete(value: Node, consumer: Node, context: PassContext, plan: _Plan) ->
     return Placement.SHARDED if placement is Placement.PARTIAL_RANK_MAJOR else Placement.REPLICATED
 
 
+def _local(placement: Placement, value: Node, consumer: Node, context: PassContext, plan: _Plan) -> Placement:
+    """The placement in which a consumer of this rank's rows sees the value: what all ranks have is dealt first."""
+    if placement is not Placement.REPLICATED or local_rows(context) is Placement.REPLICATED:
+        return placement
+    plan.sharded.setdefault(value, []).append(consumer)
+    return Placement.SHARDED
+
+
 def _insert(graph: Graph, plan: _Plan, context: PassContext) -> int:
     order = {node: place for place, node in enumerate(graph.nodes)}
-    added = 0
+    added = _insert_shards(graph, plan, order, context)
     for value, consumers in plan.reduced.items():
         scatter = plan.placements[value] is Placement.PARTIAL_RANK_MAJOR
         with graph.inserting_before(consumers[0]):
@@ -261,17 +278,40 @@ def _insert(graph: Graph, plan: _Plan, context: PassContext) -> int:
     for consumer, value, ordered in plan.replaced:
         gathered = plan.gathers[value, ordered].gathered
         assert gathered is not None
-        known = operator_of(consumer)
-        assert known is not None
-        consumer.args = tuple(
-            gathered if argument is value and _wants(known.contract, name, ordered) else argument
-            for name, argument in zip((a.name for a in known.overload._schema.arguments), consumer.args, strict=False)
-        )
+        _replace(consumer, value, gathered, Need.ORDERED if ordered else Need.EVERY)
     return added
 
 
-def _wants(contract: Contract, name: str, ordered: bool) -> bool:
-    return contract.arguments.get(name) is (Need.ORDERED if ordered else Need.EVERY)
+def _insert_shards(graph: Graph, plan: _Plan, order: dict[Node, int], context: PassContext) -> int:
+    added = 0
+    pending = sorted(plan.sharded, key=lambda value: order[plan.sharded[value][0]])
+    while pending:
+        first = plan.sharded[pending[0]][0]
+        together = [value for value in pending if order[value] < order[first]]
+        pending = [value for value in pending if value not in together]
+        with graph.inserting_before(first):
+            dealt = graph.call_function(shard_rows.overload, (together, context.ranks))
+            parts = [graph.call_function(operator.getitem, (dealt, place)) for place in range(len(together))]
+        for node in (dealt, *parts):
+            _describe(node, first)
+            plan.placements[node] = Placement.SHARDED
+        for value, part in zip(together, parts, strict=True):
+            for consumer in plan.sharded[value]:
+                _replace(consumer, value, part, Need.ROWS)
+        added += 1 + len(parts)
+    return added
+
+
+def _replace(consumer: Node, value: Node, by: Node, need: Need) -> None:
+    """The consumer reads ``by`` where its contract has this need; results of the graph have no contract."""
+    known = operator_of(consumer)
+    if known is None:
+        consumer.replace_input_with(value, by)
+        return
+    consumer.args = tuple(
+        by if argument is value and known.contract.arguments.get(name) is need else argument
+        for name, argument in zip((a.name for a in known.overload._schema.arguments), consumer.args, strict=False)
+    )
 
 
 def _describe(node: Node, like: Node) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,16 +17,17 @@ from octavo.model.loading import load_parameters
 from octavo.model.memory import check_memory
 from octavo.model.model import Model, empty_model, resident_bytes
 from octavo.model.packaged import packaged_file
-from octavo.model.prelude import EngramTable, EngramTables
+from octavo.model.prelude import EngramTable, Prelude, empty_tables, engram_tables
 from octavo.model.presets import cut_layers, preset
 from octavo.model.random_weights import fill_random, randomise
-from octavo.model.token_classes import token_map
+from octavo.model.token_classes import pad_class, token_map
 from octavo.runtime.capacity import Capacity, plan_capacity, step_bytes
 from octavo.runtime.config import EngineConfig
 from octavo.runtime.pools import Storage
 from octavo.runtime.tokenizer import Tokenizer
 
-Progress = Callable[[int, int], None]
+Progress = Callable[[str, int, int], None]
+"""``progress(phase, done, total)`` of a start: bytes of weights, then programs."""
 
 SLICE_EXPERTS = 48
 """Resident experts of the slice preset: an eighth of the released model's."""
@@ -36,7 +38,7 @@ class Assembly:
     """Everything that a runner needs, on one device."""
 
     model: Model
-    tables: EngramTables
+    prelude: Prelude
     tokenizer: Tokenizer
     capacity: Capacity
     device: torch.device
@@ -93,7 +95,7 @@ def plan(config: EngineConfig) -> Plan:
 
 
 def assemble(config: EngineConfig, progress: Progress | None = None) -> Assembly:
-    """Load or make the weights. ``progress(done, total)`` is called with bytes.
+    """Load or make the weights, and tell ``progress`` of it.
 
     Raises :class:`UsageError` or :class:`OctavoError`, before anything is loaded where the reason is known by then.
     """
@@ -101,22 +103,23 @@ def assemble(config: EngineConfig, progress: Progress | None = None) -> Assembly
     checkpoint, model_config, experts, device = planned.checkpoint, planned.config, planned.experts, planned.device
     step = step_bytes(model_config.text_config, config.chunk)
     check_memory(planned.weight_bytes + planned.capacity.bytes + step, device)
-    tokenizer = _tokenizer(config, model_config)
+    tokenizer = tokenizer_of(config, model_config)
     classes = token_map(tokenizer.backend, model_config.text_config)
     model = empty_model(model_config, device, experts)
+    loaded = functools.partial(progress, "weights") if progress is not None else None
     if checkpoint is not None:
         if config.layers is None and config.experts is None:
             checkpoint.check()
-        load_parameters(model.official_parameters(), checkpoint, experts=experts, progress=progress)
+        load_parameters(model.official_parameters(), checkpoint, experts=experts, progress=loaded)
         layers = model_config.text_config.engram_layer_ids
-        tables = [EngramTable(*checkpoint.engram_table(layer)) for layer in layers]
+        tables = engram_tables(model_config.text_config, [checkpoint.engram_table(layer) for layer in layers], device)
     else:
-        randomise(model.official_parameters(), config.weights_seed, experts=experts, progress=progress)
+        randomise(model.official_parameters(), config.weights_seed, experts=experts, progress=loaded)
         tables = _random_tables(model_config.text_config, config.weights_seed, device)
-    table_device = tables[0].weight.device if tables else device
-    engram = EngramTables(model_config.text_config, classes, tables).to(table_device)
     dtype = torch.float32 if config.numerics == "plain" else torch.bfloat16
-    return Assembly(model, engram, tokenizer, planned.capacity, device, dtype)
+    ids = torch.from_numpy(classes).to(device)
+    prelude = Prelude(model.embed, tables, ids, pad_class(classes, model_config.text_config), dtype)
+    return Assembly(model, prelude, tokenizer, planned.capacity, device, dtype)
 
 
 def choose_device(name: str) -> torch.device:
@@ -146,7 +149,8 @@ def _resident_experts(config: EngineConfig, text: TextConfig) -> range:
     return range(count)
 
 
-def _tokenizer(config: EngineConfig, model_config: ModelConfig) -> Tokenizer:
+def tokenizer_of(config: EngineConfig, model_config: ModelConfig) -> Tokenizer:
+    """The checkpoint's tokenizer, or the one that the preset stands for."""
     if config.model is not None:
         return Tokenizer.from_checkpoint(Path(config.model), model_config)
     packaged = packaged_file(config.preset or "", "tokenizer.json").decode("utf-8")
@@ -158,10 +162,7 @@ def _table_bytes(text: TextConfig) -> int:
 
 
 def _random_tables(text: TextConfig, seed: int, device: torch.device) -> list[EngramTable]:
-    tables = []
-    for layer, rows in zip(text.engram_layer_ids, text.engram_num_embeddings, strict=True):
-        weight = torch.empty(rows, text.engram_head_dim, dtype=torch.float8_e4m3fn, device=device)
-        scale = torch.empty(rows, text.engram_head_dim // SCALE_BLOCK, dtype=torch.uint8, device=device)
-        fill_random(f"layers.{layer}.engram.embed.weight", weight, scale, seed)
-        tables.append(EngramTable(weight, scale))
+    tables = empty_tables(text, device, device)
+    for layer, table in zip(text.engram_layer_ids, tables, strict=True):
+        fill_random(f"layers.{layer}.engram.embed.weight", table.weight, table.scale, seed)
     return tables

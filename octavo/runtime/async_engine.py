@@ -28,7 +28,7 @@ class AsyncEngine(EngineBase):
     async def close(self) -> None:
         """Abort what is left and end. The engine cannot be used afterwards."""
         await asyncio.to_thread(self._loop.close)
-        self._body.close()
+        self._programs.close()
 
     async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Delta]:
         """The answers to one prompt as they are made."""

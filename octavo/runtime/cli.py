@@ -14,7 +14,7 @@ from octavo.runtime.config import EngineConfig
 from octavo.runtime.graphs_cli import graphs_app
 from octavo.runtime.options import with_options
 from octavo.runtime.sampling import SamplingParams
-from octavo.runtime.terminal import byte_progress, count_progress, say
+from octavo.runtime.terminal import byte_progress, count_progress, say, start_progress
 
 if TYPE_CHECKING:
     from octavo.runtime.request import Answer
@@ -58,7 +58,7 @@ def generate(
     from octavo.runtime.engine import Engine, Prompt
     from octavo.runtime.prompt import encode_chat
 
-    with byte_progress("loading") as progress:
+    with start_progress() as progress:
         running = Engine(engine, progress)
     with running:
         say(running.describe())
@@ -104,7 +104,7 @@ def chat_command(
     from octavo.runtime.chat import chat
     from octavo.runtime.engine import Engine
 
-    with byte_progress("loading") as progress:
+    with start_progress() as progress:
         running = Engine(engine, progress)
     prompt = "> " if sys.stdin.isatty() else ""
     with running:
@@ -133,7 +133,7 @@ def bench(
     from octavo.runtime.bench import Load, describe_environment, measure_engine, measure_scheduler, report_lines
     from octavo.runtime.engine import Engine
 
-    with byte_progress("loading") as progress:
+    with start_progress() as progress:
         running = Engine(engine, progress)
     with running:
         say(running.describe())

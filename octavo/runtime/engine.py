@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import secrets
 import time
@@ -16,7 +17,6 @@ from octavo.errors import UsageError
 from octavo.graphs.dump import claim
 from octavo.runtime.answer_text import AnswerText
 from octavo.runtime.assemble import Progress, assemble
-from octavo.runtime.body_program import choose_buckets
 from octavo.runtime.config import EngineConfig
 from octavo.runtime.core import EngineCore
 from octavo.runtime.loop import EngineFailure, EngineLoop
@@ -26,6 +26,7 @@ from octavo.runtime.runner import Runner
 from octavo.runtime.sampler import TokenLogprob
 from octavo.runtime.sampling import SamplingParams
 from octavo.runtime.scheduler import Scheduler
+from octavo.runtime.step_program import choose_buckets
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """Text to continue, token ids, or chat messages (``{"role": "user", "content": "..."}``, ...)."""
@@ -60,7 +61,7 @@ class EngineBase:
     """What the synchronous and the asynchronous engine share: start, encoding, submission, numbers."""
 
     def __init__(self, config: EngineConfig | str | Path, progress: Progress | None = None) -> None:
-        """Load the weights and start; ``progress(done, total)`` is called with bytes. Raises :class:`OctavoError`."""
+        """Load the weights and compile; ``progress(phase, done, total)`` hears of it. Raises :class:`OctavoError`."""
         began = time.perf_counter()
         self.config = config if isinstance(config, EngineConfig) else EngineConfig(model=Path(config))
         buckets = choose_buckets(self.config.buckets, self.config.chunk)
@@ -77,11 +78,13 @@ class EngineBase:
             row_budget=self.config.chunk,
             max_length=self.capacity.max_model_len,
         )
-        runner = Runner(assembly, buckets, self.config.graphs, self.config.dump_dir)
-        self._description += f"\n{runner.body.description}"
-        loaded = time.perf_counter() - began - sum(seconds for _, seconds in runner.body.timeline)
-        self.timeline = [("weights, tokenizer, pools", loaded), *runner.body.timeline]
-        self._body = runner.body
+        compiled = functools.partial(progress, "programs") if progress is not None else None
+        runner = Runner(assembly, buckets, self.config.graphs, self.config.dump_dir, compiled)
+        self._programs = runner.programs
+        self._description += f"\n{self._programs.description}"
+        loaded = time.perf_counter() - began - sum(seconds for _, seconds in self._programs.timeline)
+        self.timeline = [("weights, tokenizer, pools", loaded), *self._programs.timeline]
+        """Phases of the start and their seconds; together all of it."""
         self._loop = EngineLoop(EngineCore(scheduler, runner), self.config.step_deadline)
 
     def describe(self) -> str:
@@ -133,8 +136,8 @@ class EngineBase:
                 "waiting": len(scheduler.waiting),
                 "free_slots": scheduler.slots.free,
                 "free_pages": scheduler.pages.free,
-                "replays": dict(sorted(self._body.replays.items())),
-                "not_replayed": {reason.value: count for reason, count in self._body.not_replayed.items()},
+                "replays": dict(sorted(self._programs.replays.items())),
+                "not_replayed": {reason.value: count for reason, count in self._programs.not_replayed.items()},
             }
 
         answer = self._loop.ask(read)
@@ -201,7 +204,7 @@ class Engine(EngineBase):
     def close(self) -> None:
         """Abort what is left and end. The engine cannot be used afterwards."""
         self._loop.close()
-        self._body.close()
+        self._programs.close()
 
     def generate(
         self,

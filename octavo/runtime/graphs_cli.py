@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,10 +16,13 @@ from octavo.runtime.options import with_options
 from octavo.runtime.terminal import say
 
 if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
     from octavo.graphs.explain import Prepared
-    from octavo.passes.base import Compilation, Pass
+    from octavo.passes.base import Compilation, Pass, PassContext
     from octavo.passes.runner import PassResult
     from octavo.runtime.assemble import Plan
+    from octavo.runtime.parts import Part
 
 graphs_app = typer.Typer(help="Show how a model is compiled, and what a batch would do.", no_args_is_help=True)
 
@@ -37,23 +40,20 @@ def dump(
     from octavo.graphs.dump import DumpWriter, claim, write_overview
 
     planned = _plan(engine)
-    # Both programs of several ranks have a directory of their own. All are claimed before anything is compiled.
-    writers = {(True, ""): DumpWriter(out)} if ranks == 1 else {}
-    if ranks > 1:
-        claim(out)
-        writers = {(sharded, name): DumpWriter(out / name) for sharded, name in _NAMES.items()}
-    reports = {}
+    claim(out)
+    traced = _trace(engine, planned, ranks)
     title = _title(engine, planned, ranks)
-    for (sharded, name), writer in writers.items():
-        compiled = _compile(planned, engine, ranks, sharded, before=writer.captured, after=writer.after)
+    reports = {}
+    for name, part, placed, buckets in _programs(engine, traced, ranks):
+        writer = DumpWriter(out / name)
+        compiled = _compile(part, placed, buckets, traced.fake, before=writer.captured, after=writer.after)
         prepared, results, timeline = compiled.prepared, compiled.results, compiled.timeline
         reports[name] = writer.finish(
             prepared.compilation, prepared.context, prepared.buckets, results, title, timeline
         )
         count = len(prepared.compilation.instructions)
-        say(f"{name or 'program'}: {count} instructions, {sum(timeline.values()):.1f} s")
-    if ranks > 1:
-        write_overview(out, title, reports)
+        say(f"{name}: {count} instructions, {sum(timeline.values()):.1f} s")
+    write_overview(out, title, reports)
     typer.echo(out / "index.md")
 
 
@@ -67,11 +67,13 @@ def explain_command(
 ) -> None:
     """Say what a batch would do and why: local rows, bucket, padding, instructions, breaks, bytes between ranks."""
     from octavo.graphs.explain import Batch, explain, placement_of
+    from octavo.passes.base import PassContext
 
     batches = [Batch(count, requests) for count in _row_counts(rows)]
     for batch in batches:
         batch.check(engine.max_requests)
     planned = _plan(engine)
+    traced = _trace(engine, planned, ranks)
     programs: dict[bool, Prepared] = {}
     lines: list[str] = []
     for batch in batches:
@@ -81,12 +83,25 @@ def explain_command(
         for step in dict.fromkeys(steps):
             sharded = placement_of(step, ranks).sharded
             if sharded not in programs:
-                programs[sharded] = _compile(planned, engine, ranks, sharded).prepared
-            lines += [*explain(step, programs[sharded], max_requests=engine.max_requests), ""]
+                context = PassContext(ranks=ranks, sharded=sharded, device=planned.device.type)
+                buckets = _buckets(engine, ranks, sharded)
+                programs[sharded] = _compile(traced.body, context, buckets, traced.fake).prepared
+            explained = explain(
+                step, programs[sharded], max_requests=engine.max_requests, head_buckets=_head_buckets(engine)
+            )
+            lines += [*explained, ""]
     typer.echo("\n".join(lines[:-1]))
 
 
-_NAMES = {True: "sharded", False: "replicated"}
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Traced:
+    """The parts of a step on fake tensors: shapes alone, so the largest model fits."""
+
+    prelude: Part
+    body: Part
+    epilogue: Part
+    fake: FakeTensorMode
+    device: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -136,7 +151,7 @@ def _experts(planned: Plan, ranks: int) -> range:
 
 def _buckets(engine: EngineConfig, ranks: int, sharded: bool) -> tuple[int, ...]:
     """Local row counts of a program: the sharded one reaches a rank's share of a chunk (design section 5)."""
-    from octavo.runtime.body_program import choose_buckets
+    from octavo.runtime.step_program import choose_buckets
 
     if ranks == 1:
         return choose_buckets(engine.buckets, engine.chunk)
@@ -147,37 +162,73 @@ def _buckets(engine: EngineConfig, ranks: int, sharded: bool) -> tuple[int, ...]
     return tuple(size for size in given if size <= top) or (top,)
 
 
-def _compile(
-    planned: Plan,
-    engine: EngineConfig,
-    ranks: int,
-    sharded: bool,
-    before: Callable[[Compilation], None] | None = None,
-    after: Callable[[Pass, Compilation], None] | None = None,
-) -> _Compiled:
-    """Export and rewrite the body under fake tensors: shapes alone, so the largest model fits."""
+def _trace(engine: EngineConfig, planned: Plan, ranks: int) -> _Traced:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from octavo.model.model import empty_model
+    from octavo.model.prelude import Prelude, empty_tables
+    from octavo.model.token_classes import pad_class, token_map
+    from octavo.runtime.assemble import tokenizer_of
+    from octavo.runtime.parts import body_part, epilogue_part, prelude_part
+    from octavo.runtime.pools import Pools
+
+    text, capacity, device = planned.config.text_config, planned.capacity, planned.device
+    dtype = torch.float32 if engine.numerics == "plain" else torch.bfloat16
+    pad = pad_class(token_map(tokenizer_of(engine, planned.config).backend, text), text)
+    tables_device = torch.device("cpu") if planned.checkpoint is not None else device
+    fake = FakeTensorMode()
+    with fake:
+        model = empty_model(planned.config, device, _experts(planned, ranks))
+        pools = Pools(text, capacity.sizes, capacity.storage, device)
+        classes = torch.zeros(text.vocab_size, dtype=torch.int64, device=device)
+        tables = empty_tables(text, tables_device, device)
+        prelude = prelude_part(Prelude(model.embed, tables, classes, pad, dtype), pools)
+        body = body_part(model.body, text, pools, dtype)
+        epilogue = epilogue_part(model.head, text, dtype, device)
+    return _Traced(prelude, body, epilogue, fake, device.type)
+
+
+def _programs(
+    engine: EngineConfig, traced: _Traced, ranks: int
+) -> Iterator[tuple[str, Part, PassContext, tuple[int, ...]]]:
+    """(directory, part, context, buckets) of every program. The head runs on the first rank alone."""
+    from octavo.passes.base import PassContext
+
+    for part in (traced.prelude, traced.body):
+        for sharded in (True, False) if ranks > 1 else (True,):
+            name = part.name if ranks == 1 else f"{part.name}-{'sharded' if sharded else 'replicated'}"
+            context = PassContext(ranks=ranks, sharded=sharded, device=traced.device)
+            yield name, part, context, _buckets(engine, ranks, sharded)
+    yield traced.epilogue.name, traced.epilogue, PassContext(device=traced.device), _head_buckets(engine)
+
+
+def _head_buckets(engine: EngineConfig) -> tuple[int, ...]:
+    from octavo.runtime.step_program import choose_buckets
+
+    return choose_buckets("default", engine.max_requests)
+
+
+def _compile(
+    part: Part,
+    context: PassContext,
+    buckets: tuple[int, ...],
+    fake: FakeTensorMode,
+    before: Callable[[Compilation], None] | None = None,
+    after: Callable[[Pass, Compilation], None] | None = None,
+) -> _Compiled:
+    """Export and rewrite one part."""
     from octavo.graphs.compile import compilation_of
     from octavo.graphs.explain import Prepared
-    from octavo.model.model import empty_model
-    from octavo.passes.base import PassContext
     from octavo.passes.runner import run_passes
-    from octavo.runtime.body_inputs import classify, example_inputs
+    from octavo.runtime.parts import classify
 
     began = time.perf_counter()
-    text, capacity = planned.config.text_config, planned.capacity
-    dtype = torch.float32 if engine.numerics == "plain" else torch.bfloat16
-    buckets = _buckets(engine, ranks, sharded)
-    with FakeTensorMode():
-        model = empty_model(planned.config, planned.device, _experts(planned, ranks))
-        inputs = example_inputs(text, capacity.sizes, capacity.storage, dtype, planned.device)
-        compilation = compilation_of(model.body, inputs, classify)
+    with fake:
+        compilation = compilation_of(part.module, part.inputs, classify)
     exported = time.perf_counter()
     if before is not None:
         before(compilation)
-    context = PassContext(ranks=ranks, sharded=sharded, device=planned.device.type)
     results = run_passes(compilation, context, after=after)
     timeline = {"export": exported - began, "passes and notes": time.perf_counter() - exported}
     return _Compiled(Prepared(compilation, context, buckets), results, timeline)

@@ -57,8 +57,13 @@ class Pools:
         pairs = sum(ratio == 2 for ratio in ratios)
         self.pending = [pool(sizes.slots, 2, text.head_dim, dtype=torch.float32) for _ in range(pairs)]
         depth = text.engram_max_ngram_size - 1
-        self.history = torch.full((sizes.slots, depth), DEAD_CLASS, dtype=torch.int64)
-        """[slots, n - 1] token classes, beside the Engram tables."""
+        self.history = torch.full((sizes.slots, depth), DEAD_CLASS, dtype=torch.int64, device=device)
+        """[slots, n - 1]: the last Engram classes of a request, at position mod n - 1."""
+
+    @property
+    def bytes(self) -> int:
+        tensors = [self.page_table, self.history, *self.rings, *self.entries, *self.keys, *self.pending]
+        return sum(tensor.nbytes for tensor in tensors)
 
     def state(self, write_slots: Tensor, write_positions: Tensor, write_starts: Tensor) -> State:
         """The pools together with one step's write metadata, each [T] int32."""
@@ -76,6 +81,4 @@ class Pools:
 
 def pool_bytes(text: TextConfig, sizes: PoolSizes, storage: Storage) -> int:
     """Device bytes that :class:`Pools` of these sizes takes."""
-    pools = Pools(text, sizes, storage, torch.device("meta"))
-    tensors = [pools.page_table, *pools.rings, *pools.entries, *pools.keys, *pools.pending]
-    return sum(tensor.nbytes for tensor in tensors)
+    return Pools(text, sizes, storage, torch.device("meta")).bytes

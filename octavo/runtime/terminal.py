@@ -31,6 +31,20 @@ def count_progress(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 @contextmanager
+def start_progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar for the phases of an engine's start, ``update(phase, done, total)``; gone when they are over."""
+    columns = (
+        rich.progress.TextColumn("{task.description}"),
+        rich.progress.BarColumn(),
+        rich.progress.TaskProgressColumn(),
+        rich.progress.TimeRemainingColumn(),
+    )
+    with rich.progress.Progress(*columns, console=_console, transient=True, disable=not _console.is_terminal) as bar:
+        task = bar.add_task("starting", total=None)
+        yield lambda phase, done, total: bar.update(task, description=phase, completed=done, total=total)
+
+
+@contextmanager
 def _progress(what: str, amount: rich.progress.ProgressColumn) -> Iterator[Callable[[int, int], None]]:
     columns = (
         rich.progress.TextColumn(what),

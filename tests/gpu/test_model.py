@@ -27,7 +27,7 @@ def test_goldens(numerics: Numerics, median: float, largest: float, prompt: str)
     run = MiniRun(assemble(EngineConfig(model=MINI, device="cuda", numerics=numerics, kv_tokens=256, max_requests=1)))
     record = run.step(goldens[f"{prompt}.input_ids"].tolist())
     with torch.no_grad():
-        logits = run.assembly.model.logits(record.hidden, torch.arange(len(record.hidden), device="cuda")).cpu()
+        logits = run.assembly.model.head(record.hidden).cpu()
     error = relative(logits, goldens[f"{prompt}.logits"])
     assert error.median() <= median and error.max() <= largest
     assert (logits.argmax(1) == goldens[f"{prompt}.logits"].argmax(1)).double().mean() >= 0.9

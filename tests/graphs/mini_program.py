@@ -18,8 +18,8 @@ from octavo.model.model import empty_model
 from octavo.model.presets import cut_layers, preset
 from octavo.passes.base import Compilation, Pass, PassContext
 from octavo.passes.runner import PassResult, run_passes
-from octavo.runtime.body_inputs import classify, example_inputs
-from octavo.runtime.pools import PoolSizes, Storage
+from octavo.runtime.parts import body_inputs, classify
+from octavo.runtime.pools import Pools, PoolSizes, Storage
 
 TOP = 64
 
@@ -31,7 +31,7 @@ def export(layers: int = 10) -> Compilation:
     with FakeTensorMode():
         model = empty_model(config, device)
         sizes = PoolSizes(slots=3, pages=5, max_pages=4)
-        inputs = example_inputs(text, sizes, Storage.BF16, torch.bfloat16, device)
+        inputs = body_inputs(text, Pools(text, sizes, Storage.BF16, device), torch.bfloat16)
         return compilation_of(model.body, inputs, classify)
 
 

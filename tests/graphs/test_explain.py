@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ MINI = ("--weights", "random", "--preset", "mini", "--device", "cpu")
 
 
 def test_one_rank() -> None:
-    text = "\n".join(explain(Batch(19, 3), prepared(1), max_requests=8))
+    text = "\n".join(explain(Batch(19, 3), prepared(1), max_requests=8, head_buckets=(1, 2, 4, 8)))
     assert "19 rows of 3 requests on 1 rank" in text and "there is one rank" in text
     assert "19 on every rank" in text and "24 (16 is too small; 11 prepared, up to 64)" in text
     assert "5 of 24 rows, 20.8%" in text
@@ -28,7 +29,7 @@ def test_one_rank() -> None:
 
 def test_sharded() -> None:
     """70 rows on 4 ranks: 18 each, bucket 24, 96 physical rows. Latents of layers without a publisher: 7 gathers."""
-    text = "\n".join(explain(Batch(70, 2), prepared(4), max_requests=8))
+    text = "\n".join(explain(Batch(70, 2), prepared(4), max_requests=8, head_buckets=(1, 2, 4, 8)))
     assert "sharded: row g of the step lies on rank g % 4" in text
     assert "18 on every rank (70 / 4, rounded up)" in text and "24 (16 is too small" in text
     assert "26 of 96 rows over 4 ranks, 27.1%" in text
@@ -42,7 +43,7 @@ def test_sharded() -> None:
 
 
 def test_replicated() -> None:
-    text = "\n".join(explain(Batch(3, 1), prepared(4, sharded=False), max_requests=8))
+    text = "\n".join(explain(Batch(3, 1), prepared(4, sharded=False), max_requests=8, head_buckets=(1, 2, 4, 8)))
     assert "replicated, since 3 rows cannot be dealt to 4 ranks" in text
     assert "3 on every rank" in text and "1 of 4 rows, 25.0%" in text
     assert f"10 x all-reduce of the sums over ranks: {10 * 4 * 1536 / 1e3:.3g} KB" in text
@@ -57,12 +58,12 @@ def test_placement(rows: int, requests: int, ranks: int, sharded: bool) -> None:
 
 
 def test_beyond_the_largest_bucket() -> None:
-    text = "\n".join(explain(Batch(65, 1), prepared(1), max_requests=8))
+    text = "\n".join(explain(Batch(65, 1), prepared(1), max_requests=8, head_buckets=(1, 2, 4, 8)))
     assert "none: the largest holds 64 local rows" in text and "not replayed" in text
 
 
 def test_align() -> None:
-    text = "\n".join(explain(Batch(70, 2), prepared(4), max_requests=8, align=16))
+    text = "\n".join(explain(Batch(70, 2), prepared(4), max_requests=8, head_buckets=(1, 2, 4, 8), align=16))
     assert "32 on every rank" in text
 
 
@@ -78,7 +79,7 @@ def test_steps_of_a_long_batch() -> None:
 )
 def test_impossible_batches(batch: Batch, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        explain(batch, prepared(1), max_requests=8)
+        explain(batch, prepared(1), max_requests=8, head_buckets=(1, 2, 4, 8))
 
 
 def run(*arguments: str | Path) -> typer.testing.Result:
@@ -86,16 +87,22 @@ def run(*arguments: str | Path) -> typer.testing.Result:
 
 
 def test_commands(tmp_path: Path) -> None:
-    """Both programs of several ranks, one index above them; one rank replaces them by its own."""
+    """All programs of several ranks with one index above them; those of one rank replace them."""
     out = tmp_path / "dump"
     done = run("dump", *MINI, "--layers", "3", "--ranks", "2", "--out", out, "--chunk", "64")
     assert done.exit_code == 0, done.output
     index = (out / "index.md").read_text()
-    assert f"{out / 'index.md'}" in done.stdout and "sharded/index.md" in index and "replicated/index.md" in index
-    assert "4 of 8 experts on a rank" in index
+    assert f"{out / 'index.md'}" in done.stdout and "4 of 8 experts on a rank" in index
+    several = ["prelude-sharded", "prelude-replicated", "body-sharded", "body-replicated", "epilogue"]
+    for name in several:
+        assert f"{name}/index.md" in index and (out / name / "pieces.md").exists(), name
+    assert "shard" in (out / "prelude-sharded" / "collectives.md").read_text()
     done = run("dump", *MINI, "--layers", "3", "--out", out, "--chunk", "64")
     assert done.exit_code == 0, done.output
-    assert "1 rank on cpu" in (out / "index.md").read_text() and not (out / "sharded" / "index.md").exists()
+    assert "1 rank on cpu" in (out / "body" / "index.md").read_text()
+    assert sorted(path.name for path in out.iterdir() if path.is_dir()) == ["body", "epilogue", "prelude"]
+    report = json.loads((out / "report.json").read_text())
+    assert list(report["programs"]) == ["prelude", "body", "epilogue"] and report["complete"]
 
 
 def test_explain_command() -> None:

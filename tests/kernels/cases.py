@@ -176,6 +176,18 @@ def select_candidates(draw: Draw) -> Arguments:
     return _select(draw, 1) | {"top_blocks": draw.size.top_blocks}
 
 
+@case(kernels.embed_tokens)
+def embed_tokens(draw: Draw) -> Arguments:
+    ids = draw.integers(0, 300, draw.batch.rows).masked_fill(~draw.batch.live, -1)
+    return {"ids": ids, "weight": draw.normal(300, draw.size.hidden, dtype=torch.bfloat16), "dtype": draw.dtype}
+
+
+@case(kernels.token_classes)
+def token_classes(draw: Draw) -> Arguments:
+    ids = draw.integers(0, 300, draw.batch.rows).masked_fill(~draw.batch.live, -1)
+    return {"ids": ids, "image": draw.batch.image, "classes": draw.integers(0, CLASSES, 300)}
+
+
 @case(kernels.engram_hash)
 def engram_hash(draw: Draw) -> Arguments:
     columns = 3 * draw.size.engram_heads

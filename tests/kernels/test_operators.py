@@ -182,7 +182,7 @@ def poisoned(case: Case, arguments: Arguments, dead: Tensor, slot: int = -7) -> 
     changed = dict(arguments)
     for name in row_arguments(case.operator, arguments):
         value = arguments[name].clone()
-        if name in ("positions", "write_positions", "live"):
+        if name in ("ids", "positions", "write_positions", "live"):
             continue
         if value.is_floating_point():
             value[dead] = torch.nan

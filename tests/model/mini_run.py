@@ -54,7 +54,7 @@ class MiniRun:
 
     def step(self, ids: list[int]) -> Record:
         """Compute ``ids`` after what was computed before."""
-        layers: list[tuple[Tensor, Tensor, tuple[Tensor | None, Tensor | None]]] = []
+        layers: list[tuple[Tensor, Tensor, tuple[Tensor | None, Tensor | None], list[Tensor]]] = []
         outputs: list[Output] = []
 
         def keep_layer(module: nn.Module, args: Any, result: Any) -> None:
@@ -73,7 +73,7 @@ class MiniRun:
                 handle.remove()
         self.length += len(ids)
         record = Record(outputs[0].hidden, outputs[0].features)
-        for streams, pre, selection in layers:
+        for streams, pre, selection, _ in layers:
             record.streams.append(streams)
             record.pre.append(pre)
             record.selected.append(selection[0])
@@ -83,8 +83,8 @@ class MiniRun:
     def logits(self, record: Record) -> Tensor:
         """Of every row, [rows, V]."""
         with torch.no_grad():
-            every = torch.arange(len(record.hidden))
-            return self.assembly.model.logits(record.hidden, every)
+            logits: Tensor = self.assembly.model.head(record.hidden)
+            return logits
 
     def entries(self, source: int, count: int) -> Tensor:
         """The first entries of the KV source numbered ``source``, in logical order: pages were given in order."""

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from octavo import kernels
 from octavo.kernels.experts import route
+from octavo.model.inputs import Tokens
 from octavo.runtime.assemble import Assembly
 from tests.model.mini_run import MiniRun, golden, mini_assembly, worst
 
@@ -132,10 +134,11 @@ def test_engram(assembly: Assembly, goldens: dict[str, Tensor]) -> None:
     """Hash ids are integers and equal; gates come from the golden inputs of the layers."""
     expected = {layer: goldens[f"p37.engram.{layer}.hash_ids"] for layer in (1, 4)}
     ids = goldens["p37.input_ids"].long()
-    tables = assembly.tables
+    prelude = assembly.prelude
     positions = torch.arange(len(ids), dtype=torch.int32)
-    slots = torch.zeros_like(positions)
-    classes = tables.token_classes(ids, torch.zeros(len(ids), dtype=torch.bool))
+    slots, dead = torch.zeros_like(positions), torch.zeros(len(ids), dtype=torch.bool)
+    tokens = Tokens(ids, slots, positions, slots, ~dead, dead)
+    classes = kernels.token_classes(ids, dead, prelude.classes)
     history = torch.full((1, 3), -1)
-    for rows, layer in zip(tables.rows(classes, history, slots, positions, slots), (1, 4), strict=True):
-        assert torch.equal(rows, expected[layer]), layer
+    for table, layer in zip(prelude.tables, (1, 4), strict=True):
+        assert torch.equal(table.rows(classes, history, tokens, prelude.pad_class), expected[layer]), layer

@@ -22,7 +22,7 @@ from octavo.kernels.engram import gates
 from octavo.kernels.experts import route
 from octavo.kernels.select import candidate_mask, entry_scores
 from octavo.model.body import Attention
-from octavo.model.inputs import Rows, State
+from octavo.model.inputs import Rows, State, Tokens
 from octavo.runtime.assemble import Assembly
 from octavo.runtime.runner import Runner
 from tests.conftest import ReportCount
@@ -175,11 +175,13 @@ def test_experts(assembly: Assembly, prefill: dict[str, Tensor]) -> None:
 def test_engram(assembly: Assembly, prefill: dict[str, Tensor]) -> None:
     ids = prefill["p37.input_ids"].long()
     rows, _ = prompt_rows(assembly)
-    tables = assembly.tables
-    classes = tables.token_classes(ids, rows.image)
-    found = tables.rows(classes, torch.full((1, 3), -1), rows.slots, rows.positions, rows.slots)
-    looked_up = tables.look_up(found, torch.bfloat16)
-    embeds = assembly.model.embed(ids, torch.bfloat16).unsqueeze(1).repeat(1, 4, 1)
+    prelude = assembly.prelude
+    tokens = Tokens(ids, rows.slots, rows.positions, rows.slots, rows.live, rows.image)
+    history = torch.full((1, 3), -1)
+    classes = kernels.token_classes(ids, rows.image, prelude.classes)
+    found = [table.rows(classes, history, tokens, prelude.pad_class) for table in prelude.tables]
+    made = prelude(tokens, history)
+    looked_up, embeds = made.engram, made.embeds.unsqueeze(1).repeat(1, 4, 1)
     for place, index in enumerate((1, 4)):
         assert torch.equal(found[place], prefill[f"p37.engram.{index}.hash_ids"])
         module = assembly.model.body.layers[index].engram

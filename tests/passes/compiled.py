@@ -26,7 +26,7 @@ from octavo.model.presets import preset
 from octavo.model.random_weights import randomise
 from octavo.passes.base import Compilation, Pass, PassContext, operator_of
 from octavo.passes.runner import all_passes, run_passes
-from octavo.runtime.body_inputs import classify, example_inputs
+from octavo.runtime.parts import body_inputs, classify
 from octavo.runtime.pools import Pools, PoolSizes, Storage
 
 CPU = torch.device("cpu")
@@ -55,10 +55,12 @@ def resident_experts(rank: int, ranks: int) -> range:
     return range(rank * count // ranks, (rank + 1) * count // ranks)
 
 
-def export_body(experts: range) -> Compilation:
-    """The body of a rank that holds these experts; its weights do not matter."""
-    body = empty_model(config(), CPU, experts).body
-    inputs = example_inputs(config().text_config, SIZES, Storage.BF16, torch.bfloat16, CPU)
+def export_body(experts: range, device: torch.device = CPU) -> Compilation:
+    """The body of a rank that holds these experts; its weights do not matter, nor, if they are fake, whether there is
+    such a device.
+    """
+    body = empty_model(config(), device, experts).body
+    inputs = body_inputs(config().text_config, Pools(config().text_config, SIZES, Storage.BF16, device), torch.bfloat16)
     return compilation_of(body, inputs, classify)
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from octavo.kernels import OPERATORS
 from octavo.passes.base import PIECE, Compilation, PassContext, operator_of
 from octavo.passes.breaks import PieceKind
-from tests.passes.compiled import collectives, compiled, fresh, run_all
+from tests.passes.compiled import collectives, compiled, export_body, fresh, run_all
 
 ALL = frozenset(OPERATORS)
 
@@ -57,7 +59,9 @@ def test_one_uncapturable_operator(name: str) -> None:
 def test_backends_decide() -> None:
     """Breaks are the operators whose chosen backend is not capturable on this device."""
     for device in ("cpu", "cuda"):
-        compilation = run_all(fresh(), PassContext(device=device), last="breaks")
+        with FakeTensorMode():
+            exported = export_body(range(8), torch.device(device))
+        compilation = run_all(exported, PassContext(device=device), last="breaks")
         for piece in compilation.pieces:
             for node in piece.nodes:
                 known = operator_of(node)

@@ -144,7 +144,7 @@ def test_contract_violations_are_named() -> None:
     latents = layer_nodes(compilation, "commit_window", 5)[0].args[1]
     assert isinstance(latents, Node)
     node.update_arg(0, latents)
-    with pytest.raises(GraphError, match=rf"{node} \(layer 5\): argument query needs rows rows"):
+    with pytest.raises(GraphError, match=rf"{node} \(layer 5\): needs this rank's rows of {latents} alone"):
         check_placed(compilation, context)
 
 
@@ -205,6 +205,9 @@ class Faulty:
         self._honest = honest
         self._fault = fault
         self.moved = 0
+
+    def shard(self, values: list[Tensor]) -> list[Tensor]:
+        return self._honest.shard(values)
 
     def gather(self, values: list[Tensor], ordered: bool) -> list[Tensor]:
         gathered = self._honest.gather(values, ordered)

@@ -15,8 +15,8 @@ from octavo.model.model import empty_model
 from octavo.model.presets import preset
 from octavo.passes.base import LAYER, Compilation, PassContext
 from octavo.passes.runner import all_passes, run_passes
-from octavo.runtime.body_inputs import classify, example_inputs
-from octavo.runtime.pools import PoolSizes, Storage
+from octavo.runtime.parts import body_inputs, classify
+from octavo.runtime.pools import Pools, PoolSizes, Storage
 from tests.conftest import ReportCount
 
 LIMIT_SECONDS = 90
@@ -31,7 +31,7 @@ def test_released_config(report_count: ReportCount) -> None:
     with FakeTensorMode():
         body = empty_model(config, cpu, range(config.text_config.n_routed_experts // 8)).body
         sizes = PoolSizes(slots=3, pages=5, max_pages=4)
-        inputs = example_inputs(config.text_config, sizes, Storage.PACKED, torch.bfloat16, cpu)
+        inputs = body_inputs(config.text_config, Pools(config.text_config, sizes, Storage.PACKED, cpu), torch.bfloat16)
         exported = compilation_of(body, inputs, classify)
     export_seconds = time.perf_counter() - began
     report_count("start-up of 40 layers: export, ms", round(export_seconds * 1e3))

@@ -190,7 +190,8 @@ def test_what_fits() -> None:
     assert capacity.tokens == 100_032 and capacity.max_model_len == 100_000
     assert "100,032 tokens at 890 bytes each (packed) and 4 requests" in capacity.describe()
     window = 40 * 128 * 512 * 2 + 3 * 2 * 512 * 4
-    assert capacity.request_bytes == window + 4 * -(-1_048_576 // 64)
+    history = 3 * 8
+    assert capacity.request_bytes == window + 4 * -(-1_048_576 // 64) + history
     assert plan(replaced(released, kv_storage="bf16")).capacity.page_bytes == 3200 * 64
 
     half = plan(EngineConfig(model=MINI, device="cpu", memory_fraction=0.5, max_requests=2)).capacity

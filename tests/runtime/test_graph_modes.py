@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from collections import Counter
+from pathlib import Path
 
 import pytest
+import torch
 
-from octavo import Engine, EngineConfig, SamplingParams, UsageError
-from octavo.runtime.body_program import choose_buckets
+from octavo import Engine, EngineConfig, OctavoError, SamplingParams, UsageError
+from octavo.runtime.assemble import assemble
 from octavo.runtime.config import EngineConfig as Config
+from octavo.runtime.runner import Runner
+from octavo.runtime.step_program import choose_buckets
 from tests.model.mini_run import MINI
 
 PROMPTS = ["hello world, a prompt long enough to take more than one chunk of rows", "b", "another one"]
@@ -42,7 +48,8 @@ def test_replays_equal_plain_calls(plain: list[object], mode: str) -> None:
         stats = engine.stats()
     assert sum(stats["replays"].values()) == stats["steps"] and not stats["not_replayed"]
     assert set(stats["replays"]) <= set(choose_buckets("default", 24))
-    assert f"graphs {mode}: 18 segments, 17 breaks" in engine.describe()
+    parts = "prelude: 2 segments, 1 break; body: 18 segments, 17 breaks; epilogue: 1 segment; 6 buckets to 24 rows"
+    assert f"graphs {mode}: {parts}" in engine.describe()
 
 
 def test_eager_mode_uses_no_buckets(plain: list[object]) -> None:
@@ -67,6 +74,54 @@ def test_the_start_is_accounted_for() -> None:
         phases = dict(engine.timeline)
     assert list(phases) == ["weights, tokenizer, pools", "export", "passes and proof", "buffers and warm-up"]
     assert all(seconds > 0 for seconds in phases.values())
+
+
+def test_dump_of_an_engine(tmp_path: Path) -> None:
+    """An overview of three programs, links that lead somewhere, and a line for every step."""
+    with Engine(config(layers=3, dump_dir=tmp_path / "dump", buckets="1,8,16")) as engine:
+        engine.generate(PROMPTS, PARAMS)
+        stats = engine.stats()
+    out = tmp_path / "dump"
+    index = (out / "index.md").read_text()
+    links = [text.split(")")[0] for text in index.split("](")[1:]]
+    assert links == ["prelude/index.md", "body/index.md", "epilogue/index.md"]
+    assert all((out / link).is_file() for link in links)
+    lines = [json.loads(line) for line in (out / "replay.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, stats["steps"] + 1))
+    by_bucket = Counter(line["bucket"] for line in lines if line["bucket"] is not None)
+    assert dict(by_bucket) == stats["replays"]
+    reasons = Counter(line["not_replayed"] for line in lines if line["bucket"] is None)
+    assert dict(reasons) == stats["not_replayed"] and reasons["beyond the largest bucket"] > 0
+
+
+def test_many_rows_of_logits_take_several_replays(plain: list[object]) -> None:
+    """The head's largest bucket is the number of requests; log probabilities of a prompt need more rows."""
+    params = SamplingParams(max_tokens=2, prompt_logprobs=2, temperature=0.0)
+    found = []
+    for mode in ("off", "on", "poison"):
+        with Engine(config(graphs=mode, max_requests=2)) as engine:
+            found.append([result.prompt_logprobs for result in engine.generate(PROMPTS, params)])
+    assert found[0] == found[1] == found[2]
+    assert len(found[0][0] or []) > 20
+
+
+def test_a_start_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers and the peak of an eager step are counted before buffers are made."""
+    assembly = assemble(config(layers=2))
+    asked: list[int] = []
+
+    def refuse(needed_bytes: int, device: torch.device) -> None:
+        asked.append(needed_bytes)
+        raise OctavoError("too much")
+
+    monkeypatch.setattr("octavo.runtime.programs.check_memory", refuse)
+    for buckets in ((8,), (16,)):
+        with pytest.raises(OctavoError, match="too much"):
+            Runner(assembly, buckets, "on")
+    pools = Runner(assembly).pools.bytes
+    small, large = (needed - pools for needed in asked)
+    assert small > 8 * assembly.config.text_config.hidden_size * 2
+    assert 0 < 2 * small - large < small, "what grows with rows doubles; the head's buffers do not"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,175 @@
+"""Prelude, body and epilogue of an engine's steps as programs on its weights and pools; how they ran is counted."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TextIO
+
+import torch
+from torch import Tensor
+
+from octavo.graphs.buckets import worst_padding
+from octavo.graphs.dump import REPLAY_LOG, DumpWriter, claim, write_overview
+from octavo.graphs.footprint import buffer_bytes, peak_bytes
+from octavo.model.inputs import Rows, Tokens
+from octavo.model.memory import check_memory
+from octavo.passes.base import PassContext
+from octavo.runtime.assemble import Assembly
+from octavo.runtime.config import GraphMode
+from octavo.runtime.parts import Part, body_part, epilogue_part, prelude_part
+from octavo.runtime.pools import Pools
+from octavo.runtime.step_program import Compiled, NotReplayed, Ran, StepProgram, choose_buckets, compile_part
+
+_LOG = logging.getLogger("octavo.graphs")
+_SECONDS_BETWEEN_LOGS = 10.0
+RESERVE = 1.15
+"""Times the peak of an eager step that is kept free: allocators keep more than what is asked of them."""
+
+
+class Programs:
+    """The three programs of a step, run one after another."""
+
+    def __init__(
+        self,
+        assembly: Assembly,
+        pools: Pools,
+        buckets: tuple[int, ...],
+        mode: GraphMode,
+        dump_dir: Path | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """``buckets`` are row counts of prelude and body; ``progress(done, total)`` counts programs."""
+        self.replays: Counter[int] = Counter()
+        """Steps by bucket."""
+        self.not_replayed: Counter[NotReplayed] = Counter()
+        self._pools = pools
+        self._logged = float("-inf")
+        self._steps = 0
+        self._log_file: TextIO | None = None
+        self._writers: dict[str, DumpWriter | None] = {}
+        context = PassContext(device=assembly.device.type)
+        text, dtype = assembly.config.text_config, assembly.dtype
+        parts = (
+            prelude_part(assembly.prelude, pools),
+            body_part(assembly.model.body, text, pools, dtype),
+            epilogue_part(assembly.model.head, text, dtype, assembly.device),
+        )
+        # The head sees one row for each request that samples.
+        ladders = (buckets, buckets, choose_buckets("default", pools.sizes.slots))
+        began = time.perf_counter()
+        done = [] if mode == "off" else self._compile(parts, context, dump_dir, progress)
+        if done:
+            self._reserve(done, ladders, assembly.device)
+        compiled: Sequence[Compiled | None] = done or [None] * len(parts)
+        self._prelude, self._body, self._epilogue = made = [
+            StepProgram(part, ladder, mode, each) for part, ladder, each in zip(parts, ladders, compiled, strict=True)
+        ]
+        self.timeline: list[tuple[str, float]] = []
+        """Phases of the start and their seconds, over all programs."""
+        self.description = "graphs off"
+        if done:
+            exports, passes = sum(each.export_seconds for each in done), sum(each.pass_seconds for each in done)
+            rest = time.perf_counter() - began - exports - passes
+            self.timeline = [("export", exports), ("passes and proof", passes), ("buffers and warm-up", rest)]
+            self.description = (
+                f"graphs {mode}: {'; '.join(program.describe() for program in made)}; {len(buckets)} buckets to "
+                f"{buckets[-1]:,} rows, at most {worst_padding(buckets):.0%} padding; "
+                f"{sum(program.buffer_bytes for program in made) / 1e6:.0f} MB of buffers"
+            )
+        if dump_dir is not None:
+            self._dump(dump_dir, dict(zip((part.name for part in parts), zip(done, ladders, strict=True), strict=True)))
+
+    def _compile(
+        self,
+        parts: Sequence[Part],
+        context: PassContext,
+        dump_dir: Path | None,
+        progress: Callable[[int, int], None] | None,
+    ) -> list[Compiled]:
+        if dump_dir is not None:
+            claim(dump_dir)
+        compiled = []
+        for number, part in enumerate(parts):
+            if progress is not None:
+                progress(number, len(parts))
+            writer = self._writers[part.name] = DumpWriter(dump_dir / part.name) if dump_dir is not None else None
+            compiled.append(compile_part(part, context, writer))
+        if progress is not None:
+            progress(len(parts), len(parts))
+        return compiled
+
+    def _reserve(self, compiled: Sequence[Compiled], ladders: Sequence[tuple[int, ...]], device: torch.device) -> None:
+        """Refuse, before buffers are made, what the largest bucket would need more than there is.
+
+        An eager step stays possible beside the buffers: debug modes and steps beyond the largest bucket take it.
+        """
+        needed = 0 if device.type == "cuda" else self._pools.bytes  # fresh host pages are counted as free until used
+        peak = 0
+        for each, ladder in zip(compiled, ladders, strict=True):
+            needed += buffer_bytes(each.compilation, ladder[-1])
+            peak = max(peak, peak_bytes(each.compilation, ladder[-1]))
+        check_memory(needed + int(RESERVE * peak), device)
+
+    def _dump(self, directory: Path, compiled: dict[str, tuple[Compiled, tuple[int, ...]]]) -> None:
+        reports = {}
+        for name, (each, ladder) in compiled.items():
+            writer = self._writers[name]
+            assert writer is not None
+            timeline = {"export": each.export_seconds}
+            title = [self.description]
+            reports[name] = writer.finish(each.compilation, each.context, ladder, each.passes, title, timeline)
+        write_overview(directory, [self.description], reports)
+        self._log_file = (directory / REPLAY_LOG).open("w", encoding="utf-8", buffering=1)
+
+    def hidden(self, tokens: Tokens) -> Tensor:
+        """Prelude and body of a step -> hidden rows [T, D]; the pools move on. Valid until the next step."""
+        began = time.perf_counter()
+        count = tokens.ids.shape[0]
+        rows, ran = self._prelude.run({"tokens": tokens, "history": self._pools.history}, count)
+        assert isinstance(rows, Rows)
+        state = self._pools.state(tokens.slots, tokens.positions, tokens.starts)
+        output, ran = self._body.run({"rows": rows, "state": state}, count)
+        self._note(count, ran, time.perf_counter() - began)
+        hidden: Tensor = output.hidden
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Epilogue: chosen hidden rows [n, D] -> logits [n, V] F32. Valid until the next call."""
+        most = self._epilogue.buckets[-1]
+        if len(hidden) <= most:
+            logits: Tensor = self._epilogue.run({"hidden": hidden}, len(hidden))[0]
+            return logits
+        parts = hidden.split(most)
+        return torch.cat([self._epilogue.run({"hidden": part}, len(part))[0].clone() for part in parts])
+
+    def close(self) -> None:
+        """Close the log of steps, if there is one."""
+        if self._log_file is not None:
+            self._log_file.close()
+            self._log_file = None
+
+    def _note(self, rows: int, ran: Ran, seconds: float) -> None:
+        """Count the step; log a surprising reason at a limited rate; one line to the log of steps."""
+        self._steps += 1
+        if ran.bucket is not None:
+            self.replays[ran.bucket] += 1
+        if ran.reason is not None:
+            self.not_replayed[ran.reason] += 1
+        beyond = ran.reason is NotReplayed.BEYOND_LARGEST_BUCKET
+        if beyond and time.monotonic() - self._logged > _SECONDS_BETWEEN_LOGS:
+            self._logged = time.monotonic()
+            _LOG.warning("a step of %d rows was not replayed: %s", rows, NotReplayed.BEYOND_LARGEST_BUCKET.value)
+        if self._log_file is not None:
+            line = {
+                "step": self._steps,
+                "rows": rows,
+                "bucket": ran.bucket,
+                "microseconds": round(seconds * 1e6),
+                "not_replayed": ran.reason.value if ran.reason is not None else None,
+            }
+            self._log_file.write(json.dumps(line) + "\n")

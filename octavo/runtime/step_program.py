@@ -1,0 +1,149 @@
+"""One part of a step as a compiled program, and the ways to run it.
+
+Start: export, passes and proof, buffers, warm-up; nothing is compiled or captured afterwards. On a machine without a
+GPU a replay calls the program's pieces on the same static buffers (design section 5).
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.errors import UsageError
+from octavo.graphs.buckets import bucket_for, check_buckets, ladder, thinned
+from octavo.graphs.compile import compilation_of, input_names, leaves_of
+from octavo.graphs.dump import DumpWriter
+from octavo.graphs.program import Program
+from octavo.graphs.tables import counted
+from octavo.passes.base import Compilation, InputKind, PassContext
+from octavo.passes.runner import PassResult, run_passes
+from octavo.runtime.config import GraphMode
+from octavo.runtime.parts import Part, classify
+
+DEFAULT_BUCKETS = 24
+
+
+class NotReplayed(enum.Enum):
+    """Why a step did not run as a replay; counted, logged at a limited rate, and shown in the engine's stats."""
+
+    GRAPHS_OFF = "graphs off"
+    EAGER_MODE = "eager mode"
+    BEYOND_LARGEST_BUCKET = "beyond the largest bucket"
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """How a part ran: the bucket of its replay, or the reason why there was none."""
+
+    bucket: int | None
+    reason: NotReplayed | None
+
+
+def choose_buckets(text: str, chunk: int) -> tuple[int, ...]:
+    """``default``, ``dense`` or sizes such as ``1,8,64``. Raises :class:`UsageError` for what cannot be used."""
+    if text == "default":
+        return thinned(ladder(chunk), DEFAULT_BUCKETS)
+    if text == "dense":
+        return ladder(chunk)
+    try:
+        sizes = [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise UsageError(f"--buckets {text}: default, dense, or row counts such as 1,8,64") from error
+    return check_buckets(sizes, chunk)
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A part after all passes."""
+
+    compilation: Compilation
+    context: PassContext
+    passes: list[PassResult]
+    export_seconds: float
+
+    @property
+    def pass_seconds(self) -> float:
+        return sum(result.seconds for result in self.passes)
+
+
+def compile_part(part: Part, context: PassContext, dump: DumpWriter | None = None) -> Compiled:
+    """Export and rewrite a part."""
+    began = time.perf_counter()
+    compilation = compilation_of(part.module, part.inputs, classify)
+    exported = time.perf_counter() - began
+    if dump is not None:
+        dump.captured(compilation)
+    passes = run_passes(compilation, context, after=dump.after if dump is not None else None)
+    return Compiled(compilation, context, passes, exported)
+
+
+class StepProgram:
+    """Runs one part of every step as the mode says; its inputs keep the structure of the part's examples."""
+
+    def __init__(self, part: Part, buckets: tuple[int, ...], mode: GraphMode, compiled: Compiled | None) -> None:
+        """``compiled`` is the part after all passes, or None to call its module (mode ``off``)."""
+        self.mode = mode
+        self.buckets = buckets
+        self._part = part
+        self._program: Program | None = None
+        self._names: dict[str, str] = {}
+        """Input names of the program by path."""
+        if compiled is None:
+            return
+        resident: dict[str, Tensor] = dict(part.module.named_parameters()) | dict(part.module.named_buffers())
+        resident |= {path: leaf for path, leaf in leaves_of(part.inputs) if classify(path).kind is InputKind.POOL}
+        device = next(iter(leaves_of(part.inputs)))[1].device
+        self._program = Program(compiled.compilation, resident, buckets, device)
+        self._names = input_names(compiled.compilation)
+        self._program.warm_up()
+
+    @property
+    def buffer_bytes(self) -> int:
+        return self._program.buffer_bytes if self._program is not None else 0
+
+    def describe(self) -> str:
+        """Instructions by kind."""
+        if self._program is None:
+            return f"{self._part.name}: plain calls"
+        kinds = Counter(instruction.kind.value for instruction in self._program.instructions)
+        return f"{self._part.name}: {', '.join(counted(count, kind) for kind, count in kinds.items())}"
+
+    @torch.no_grad()
+    def run(self, inputs: Mapping[str, Any], rows: int) -> tuple[Any, Ran]:
+        """What the module returns for ``rows`` rows, and how it ran.
+
+        Results may be views of static buffers: the next run of this part overwrites them.
+        """
+        program = self._program
+        if program is None:
+            return self._part.module(*inputs.values()), Ran(None, NotReplayed.GRAPHS_OFF)
+        bucket = bucket_for(rows, self.buckets)
+        if bucket is None:
+            return self._part.module(*inputs.values()), Ran(None, NotReplayed.BEYOND_LARGEST_BUCKET)
+        leaves = ((path, leaf) for path, leaf in leaves_of(inputs) if path in self._names)
+        values = {
+            self._names[path]: leaf
+            for path, leaf in leaves
+            if program.inputs[self._names[path]].kind in (InputKind.ROWS, InputKind.WRITES)
+        }
+        if self.mode == "eager":
+            return self._part.restore(program.run_eager(values)), Ran(None, NotReplayed.EAGER_MODE)
+        results = self._replay(program, values, bucket)
+        return self._part.restore([result[:rows] for result in results]), Ran(bucket, None)
+
+    def _replay(self, program: Program, values: dict[str, Tensor], bucket: int) -> tuple[Tensor, ...]:
+        if self.mode == "compare":
+            return program.compare(values, bucket)
+        if self.mode == "poison":
+            program.poison()
+        program.load(values, bucket)
+        if self.mode == "poison":
+            program.soil_dead_rows({name: value.shape[0] for name, value in values.items()}, bucket)
+        return program.replay(bucket)
