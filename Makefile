@@ -15,7 +15,6 @@ BIN := $(VENV)/bin
 BUILD := build
 RUNTIME_READY := $(VENV)/runtime.stamp
 DEV_READY := $(VENV)/dev.stamp
-DEMO_READY := $(BUILD)/tiny.stamp
 REQUIREMENTS := pyproject.toml constraints.txt scripts/environment.py
 
 .PHONY: help demo test lint pytest package soak clean
@@ -26,11 +25,9 @@ help: ## Show this list
 	@echo '  PYTHON=python3   interpreter to build on, 3.11 or 3.12; if it has a CUDA build of torch, that one is used'
 	@echo '  WORKERS=2        processes that run the tests'
 
-demo: $(DEMO_READY) ## Generate text with a tiny random model (installs what it needs)
-	@echo
-	@echo 'The weights are random, so the text below is noise: what it shows is that every part runs.'
-	@echo
-	@$(BIN)/octavo generate --model $(BUILD)/tiny --max-tokens 48 "Explain what an octavo is."
+demo: $(RUNTIME_READY) ## Ask octavo-nano, the small model that comes with Octavo (installs what it needs)
+	@$(BIN)/octavo generate --no-thinking "Explain what an octavo is." "What can you do?" \
+		"Rosa has 14 pears. She buys 23 more. Then she gives away 9. How many pears does Rosa have now?"
 
 test: $(DEV_READY) ## Lint, run the tests, build the package and use it elsewhere
 	@for stage in lint pytest package; do \
@@ -58,7 +55,7 @@ soak: $(DEV_READY) ## Run the tests with the long form of every proof
 
 clean: ## Remove everything that make made, .venv included
 	rm -rf $(VENV) $(BUILD) dist octavo.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find octavo tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
+	find octavo tests scripts tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(RUNTIME_READY): $(REQUIREMENTS)
 	@$(PYTHON) scripts/environment.py $(VENV) --editable .
@@ -67,9 +64,3 @@ $(RUNTIME_READY): $(REQUIREMENTS)
 $(DEV_READY): $(REQUIREMENTS)
 	@$(PYTHON) scripts/environment.py $(VENV) --editable '.[dev]'
 	@touch $(RUNTIME_READY) $@
-
-$(DEMO_READY): | $(RUNTIME_READY)
-	@rm -rf $(BUILD)/tiny
-	@mkdir -p $(BUILD)
-	$(BIN)/octavo checkpoint init --preset tiny $(BUILD)/tiny --seed 0
-	@touch $@

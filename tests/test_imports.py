@@ -48,7 +48,8 @@ def violations(project: Path) -> list[str]:
 
 
 def source_files(project: Path) -> list[Path]:
-    return sorted(file for folder in ("octavo", "scripts", "tests") for file in (project / folder).rglob("*.py"))
+    folders = ("octavo", "scripts", "tests", "tools")
+    return sorted(file for folder in folders for file in (project / folder).rglob("*.py"))
 
 
 def imports(where: Path, tree: ast.AST) -> Iterator[tuple[int, str]]:

@@ -16,7 +16,7 @@ from octavo.model.config import SCALE_BLOCK, ModelConfig, TextConfig
 from octavo.model.loading import load_parameters
 from octavo.model.memory import check_memory
 from octavo.model.model import Model, empty_model, resident_bytes
-from octavo.model.packaged import packaged_file
+from octavo.model.packaged import NANO, nano_path, packaged_file
 from octavo.model.prelude import EngramTable, Prelude, empty_tables, engram_tables
 from octavo.model.presets import cut_layers, preset
 from octavo.model.random_weights import fill_random, randomise
@@ -52,7 +52,7 @@ class Assembly:
     def describe(self, config: EngineConfig) -> str:
         """Two lines for the start: what is loaded where, and what fits."""
         text = self.config.text_config
-        source = config.model or f"random {config.preset} weights (seed {config.weights_seed})"
+        source = model_name(config)
         return (
             f"{source}: {text.num_hidden_layers} layers, {len(self.model.experts)} of {text.n_routed_experts} experts "
             f"on {self.device}, {config.numerics} numerics\n{self.capacity.describe()}"
@@ -72,15 +72,25 @@ class Plan:
     capacity: Capacity
 
 
+def checkpoint_path(config: EngineConfig) -> Path | None:
+    """The checkpoint to read, octavo-nano unless one is named; None for random weights."""
+    if config.weights == "random":
+        return None
+    return config.model if config.model is not None else nano_path()
+
+
+def model_name(config: EngineConfig) -> str:
+    """For people: the checkpoint's path, octavo-nano, or what the random weights are."""
+    if config.weights == "random":
+        return f"random {config.preset} weights (seed {config.weights_seed})"
+    return str(config.model) if config.model is not None else NANO
+
+
 def plan(config: EngineConfig) -> Plan:
     """Read configs and count bytes. Raises :class:`UsageError` or :class:`OctavoError` for what cannot be."""
-    if config.model is None and config.weights == "checkpoint":
-        raise UsageError(
-            "Which model? --model PATH names a checkpoint in the official layout; "
-            "`octavo checkpoint init --preset tiny PATH` makes a small random one."
-        )
     device = choose_device(config.device)
-    checkpoint = Checkpoint(config.model) if config.model is not None else None
+    path = checkpoint_path(config)
+    checkpoint = Checkpoint(path) if path is not None else None
     model_config = checkpoint.config if checkpoint is not None else preset(config.preset or "")
     if config.layers is not None:
         model_config = cut_layers(model_config, config.layers)
@@ -151,8 +161,9 @@ def _resident_experts(config: EngineConfig, text: TextConfig) -> range:
 
 def tokenizer_of(config: EngineConfig, model_config: ModelConfig) -> Tokenizer:
     """The checkpoint's tokenizer, or the one that the preset stands for."""
-    if config.model is not None:
-        return Tokenizer.from_checkpoint(Path(config.model), model_config)
+    path = checkpoint_path(config)
+    if path is not None:
+        return Tokenizer.from_checkpoint(path, model_config)
     packaged = packaged_file(config.preset or "", "tokenizer.json").decode("utf-8")
     return Tokenizer(tokenizers.Tokenizer.from_str(packaged), model_config)
 

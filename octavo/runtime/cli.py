@@ -11,6 +11,7 @@ import typer
 
 from octavo.errors import OctavoError
 from octavo.runtime.config import EngineConfig
+from octavo.runtime.eval_cli import eval_command
 from octavo.runtime.graphs_cli import graphs_app
 from octavo.runtime.options import with_options
 from octavo.runtime.sampling import SamplingParams
@@ -28,6 +29,7 @@ app = typer.Typer(
 checkpoint_app = typer.Typer(help="Look at checkpoints, and make small random ones.", no_args_is_help=True)
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(graphs_app, name="graphs")
+app.command("eval")(eval_command)
 
 Thinking = Annotated[bool, typer.Option(help="Let the model reason before it answers a chat message.")]
 

@@ -24,7 +24,9 @@ class EngineConfig:
     Raises :class:`UsageError` for values that no engine can have.
     """
 
-    model: Path | None = option("Directory of a checkpoint in the official layout.", None)
+    model: Path | None = option(
+        "Directory of a checkpoint in the official layout. Default: octavo-nano, which comes with Octavo.", None
+    )
     weights: Literal["checkpoint", "random"] = option(
         "Read weights from --model, or make random ones of a --preset on the device, without a file.", "checkpoint"
     )

@@ -60,10 +60,12 @@ class Result:
 class EngineBase:
     """What the synchronous and the asynchronous engine share: start, encoding, submission, numbers."""
 
-    def __init__(self, config: EngineConfig | str | Path, progress: Progress | None = None) -> None:
+    def __init__(self, config: EngineConfig | str | Path | None = None, progress: Progress | None = None) -> None:
         """Load the weights and compile; ``progress(phase, done, total)`` hears of it. Raises :class:`OctavoError`."""
         began = time.perf_counter()
-        self.config = config if isinstance(config, EngineConfig) else EngineConfig(model=Path(config))
+        if not isinstance(config, EngineConfig):
+            config = EngineConfig(model=None if config is None else Path(config))
+        self.config = config
         buckets = choose_buckets(self.config.buckets, self.config.chunk)
         if self.config.dump_dir is not None:
             claim(self.config.dump_dir)
@@ -190,7 +192,7 @@ class EngineBase:
 class Engine(EngineBase):
     """A model with its state, answering many prompts at once. Usable as a context manager.
 
-    ``Engine("path")`` serves a checkpoint; ``Engine(EngineConfig(...))`` says more.
+    ``Engine()`` serves octavo-nano, ``Engine("path")`` a checkpoint; ``Engine(EngineConfig(...))`` says more.
     """
 
     def __enter__(self) -> Self:

@@ -134,10 +134,12 @@ def _plan(engine: EngineConfig) -> Plan:
 def _title(engine: EngineConfig, planned: Plan, ranks: int) -> list[str]:
     import torch
 
+    from octavo.runtime.assemble import model_name
+
     text = planned.config.text_config
     experts = _experts(planned, ranks)
     return [
-        f"{engine.model or f'preset {engine.preset}'}: {text.num_hidden_layers} layers, {len(experts)} of "
+        f"{model_name(engine)}: {text.num_hidden_layers} layers, {len(experts)} of "
         f"{text.n_routed_experts} experts on a rank, {engine.numerics} numerics",
         planned.capacity.describe(),
         f"torch {torch.__version__}",

@@ -57,8 +57,6 @@ def test_generate_with_random_weights() -> None:
     ("arguments", "code", "message"),
     [
         (("generate", "--model", "nowhere", "x"), 2, "no config.json"),
-        (("generate", "x"), 2, "--model PATH"),
-        (("chat",), 2, "--model PATH"),
         (("generate", "--model", MINI, "--n", "99", "x"), 2, "n 99"),
         (("generate", "--model", MINI, "--raw", ""), 2, "empty"),
         (("generate", "--model", MINI, "--kv-tokens", "8", "x" * 100), 2, "raise --kv-tokens"),
@@ -77,6 +75,12 @@ def test_exit_codes(arguments: tuple[str | Path, ...], code: int, message: str, 
     assert done.returncode == code, done.stderr
     assert message in done.stderr.replace("\n", " ") and "Traceback" not in done.stderr
     assert not done.stdout
+
+
+def test_octavo_nano_is_the_default() -> None:
+    done = octavo("generate", "--no-thinking", "Explain what an octavo is.")
+    assert done.returncode == 0 and done.stdout.startswith("An octavo is a book")
+    assert done.stderr.startswith("octavo-nano: 8 layers")
 
 
 def test_foreign_config(tmp_path: Path) -> None:
@@ -163,6 +167,8 @@ def test_options_are_frozen() -> None:
     assert options("generate") == ENGINE | SAMPLING | {"--raw", "--thinking"}
     assert options("chat") == ENGINE | SAMPLING | {"--system", "--thinking"}
     assert options("bench") == ENGINE | {"--requests", "--prompt-tokens", "--answer-tokens", "--json"}
+    grading = {"--suite", "--items", "--seed", "--thinking", "--max-tokens", "--instruction", "--json", "--compare"}
+    assert options("eval") == ENGINE | grading
     assert options("doctor") == ENGINE
     assert options("graphs", "dump") == ENGINE | {"--out", "--ranks"}
     assert options("graphs", "explain") == ENGINE | {"--rows", "--requests", "--ranks"}

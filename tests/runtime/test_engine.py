@@ -132,7 +132,6 @@ def test_bad_configs(fields: dict[str, object], message: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
-        ({}, UsageError, "--model PATH"),
         ({"model": Path("nowhere")}, UsageError, "no config.json"),
         ({"weights": "random", "preset": "huge"}, UsageError, "no preset 'huge'"),
         ({"model": MINI, "layers": 11}, UsageError, "choose 1 to 10"),
