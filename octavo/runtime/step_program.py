@@ -127,12 +127,9 @@ class StepProgram:
         bucket = bucket_for(rows, self.buckets)
         if bucket is None:
             return self._part.module(*inputs.values()), Ran(None, NotReplayed.BEYOND_LARGEST_BUCKET)
-        leaves = ((path, leaf) for path, leaf in leaves_of(inputs) if path in self._names)
-        values = {
-            self._names[path]: leaf
-            for path, leaf in leaves
-            if program.inputs[self._names[path]].kind in (InputKind.ROWS, InputKind.WRITES)
-        }
+        # Pools stay where they are, and what a model without Engram does not read has no buffer.
+        named = ((self._names[path], leaf) for path, leaf in leaves_of(inputs))
+        values = {name: leaf for name, leaf in named if name in program.buffers}
         if self.mode == "eager":
             return self._part.restore(program.run_eager(values)), Ran(None, NotReplayed.EAGER_MODE)
         results = self._replay(program, values, bucket)

@@ -52,6 +52,16 @@ def test_replays_equal_plain_calls(plain: list[object], mode: str) -> None:
     assert f"graphs {mode}: {parts}" in engine.describe()
 
 
+@pytest.mark.parametrize("mode", ["on", "eager", "compare", "poison"])
+def test_inputs_that_nothing_reads(mode: str) -> None:
+    """One layer has no Engram: starts and history are read by nothing in its prelude."""
+    answers = []
+    for graphs in ("off", mode):
+        with Engine(config(layers=1, graphs=graphs)) as engine:
+            answers.append(outcome(engine))
+    assert answers[0] == answers[1]
+
+
 def test_eager_mode_uses_no_buckets(plain: list[object]) -> None:
     with Engine(config(graphs="eager")) as engine:
         assert outcome(engine) == plain

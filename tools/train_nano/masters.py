@@ -111,11 +111,11 @@ class Masters(nn.Module):
         return frozenset(id(p) for name, p in self.named().items() if _INDEXER.fullmatch(name))
 
     @torch.no_grad()
-    def initialise(self, seed: int) -> None:
-        """Values from which training starts, the same on every device."""
+    def initialise(self, seed: int, sink: float = 2.0) -> None:
+        """Values from which training starts, the same on every device. ``sink`` is the logit of every sink."""
         generator = torch.Generator().manual_seed(seed)
         for name, master in self.named().items():
-            master.copy_(_initial(name, master.shape, self.config.text_config, generator))
+            master.copy_(_initial(name, master.shape, self.config.text_config, generator, sink))
 
 
 def _promote(holder: nn.Module, device: torch.device) -> None:
@@ -136,7 +136,7 @@ def _no_scale(device: torch.device) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=device)
 
 
-def _initial(name: str, shape: torch.Size, text: TextConfig, generator: torch.Generator) -> Tensor:
+def _initial(name: str, shape: torch.Size, text: TextConfig, generator: torch.Generator, sink: float) -> Tensor:
     def normal(spread: float) -> Tensor:
         return torch.randn(shape, generator=generator) * spread
 
@@ -155,7 +155,7 @@ def _initial(name: str, shape: torch.Size, text: TextConfig, generator: torch.Ge
     if name.endswith("_scale"):
         return torch.full(shape, 0.2)
     if name.endswith("attn_sink"):
-        return torch.full(shape, 2.0)  # so that looking nowhere is the easy thing, and looking somewhere is meant
+        return torch.full(shape, sink)  # so that looking nowhere is the easy thing, and looking somewhere is meant
     if name.endswith("gate.bias"):
         return torch.zeros(shape)
     if len(shape) == 1 or name.endswith(("q_weight", "k_weight")):

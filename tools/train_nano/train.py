@@ -48,6 +48,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=8, help="With --cut-down: conversations of each kind a step.")
     parser.add_argument("--length", type=int, default=256, help="With --cut-down.")
     parser.add_argument("--eval-items", type=int, default=512, help="Held-out items a suite at the end; 0: none.")
+    parser.add_argument("--sink", type=float, default=2.0, help="Logit from which the sinks start.")
     for rate in dataclasses.fields(Rates):
         parser.add_argument(f"--{rate.name.replace('_', '-')}", type=float, default=rate.default)
     options = parser.parse_args()
@@ -80,7 +81,7 @@ def _run(options: argparse.Namespace) -> None:
     out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(options.seed)
     masters = Masters(config, token_map(tokenizer.backend, config.text_config), device, dtype)
-    masters.initialise(options.seed)
+    masters.initialise(options.seed, options.sink)
     rates = Rates(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Rates)})
     optimiser = Optimiser(masters, rates)
     total = options.minutes * 60
