@@ -1,13 +1,14 @@
 """A directory that shows what became of a step's graphs: before and after each pass, and the programs that came out.
 
 It holds an overview and a directory for each program. It is claimed before any work starts. Everything in it is a
-function of the model, the options and the versions, except ``timings.json``; so two dumps can be compared with
-``diff -r``.
+function of the model, the options and the versions, except ``timings.json`` and ``report.html``, the page that shows
+them; so two dumps can be compared with ``diff -r``, or in words with ``octavo graphs diff``.
 """
 
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from octavo.graphs.describe import GraphText, describe
 from octavo.graphs.differences import Difference, compare
 from octavo.graphs.facts import GENERATOR, SCHEMA, Facts, facts_of
 from octavo.graphs.program_text import program_text
+from octavo.graphs.report_page import LAST_STEPS, report_page
 from octavo.passes.base import Compilation, Pass, PassContext
 from octavo.passes.runner import PassResult
 
@@ -31,6 +33,8 @@ _PAGES = {
 _OTHER_FILES = ("program.py.txt", "timings.json")
 REPLAY_LOG = "replay.jsonl"
 """Where an engine writes a line for every step, beside the overview."""
+PAGE = "report.html"
+"""The dump as one page to look at, beside the overview."""
 BODY, PRELUDE, EPILOGUE = "body", "prelude", "epilogue"
 _PROGRAMS = (
     BODY,
@@ -60,7 +64,8 @@ def claim(directory: Path) -> None:
                 (program / REPORT).unlink()
                 program.rmdir()
         _empty(directory)
-        (directory / REPLAY_LOG).unlink(missing_ok=True)
+        for file in (REPLAY_LOG, PAGE):
+            (directory / file).unlink(missing_ok=True)
     except OSError as error:
         raise UsageError(
             f"{directory} cannot be written: {error.strerror or error}. Name a directory that can be made or written."
@@ -78,11 +83,16 @@ def _empty(directory: Path) -> None:
 
 
 def _is_dump(directory: Path) -> bool:
+    return read_report(directory) is not None
+
+
+def read_report(directory: Path) -> Facts | None:
+    """The report of a dump or of one of its programs, finished or not; None where there is none."""
     try:
         report = json.loads((directory / REPORT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return False
-    return isinstance(report, dict) and report.get("generator") == GENERATOR
+        return None
+    return report if isinstance(report, dict) and report.get("generator") == GENERATOR else None
 
 
 class DumpWriter:
@@ -171,7 +181,7 @@ class DumpWriter:
 
 
 def write_overview(directory: Path, title: Sequence[str], programs: Mapping[str, Facts]) -> None:
-    """Index and report of a claimed directory whose subdirectories hold ``programs``, by name."""
+    """Index, report and page of a claimed directory whose subdirectories hold ``programs``, by name."""
     try:
         (directory / "index.md").write_text(
             "\n".join(pages.overview_page(title, dict(programs))) + "\n", encoding="utf-8"
@@ -184,8 +194,36 @@ def write_overview(directory: Path, title: Sequence[str], programs: Mapping[str,
             "programs": {name: f"{name}/{REPORT}" for name in programs},
         }
         _write_json(directory / REPORT, report)
+        write_page(directory)
     except OSError as error:
         raise OctavoError(f"the dump in {directory} is incomplete: {error}") from error
+
+
+def write_page(directory: Path) -> None:
+    """``report.html`` from what stands in a finished dump, with the log of steps if an engine has written one.
+
+    Raises :class:`OSError` if a file of the dump is gone or the page cannot be written.
+    """
+    overview = json.loads((directory / REPORT).read_text(encoding="utf-8"))
+    programs, timings, differences = {}, {}, {}
+    for name, path in overview["programs"].items():
+        program = (directory / path).parent
+        programs[name] = report = json.loads((directory / path).read_text(encoding="utf-8"))
+        timings[name] = json.loads((program / "timings.json").read_text(encoding="utf-8"))
+        differences[name] = {
+            entry["name"]: (program / entry["diff"]).read_text(encoding="utf-8")
+            for entry in report["passes"]
+            if entry["diff"]
+        }
+    page = report_page(overview["title"], programs, timings, _last_steps(directory / REPLAY_LOG), differences)
+    (directory / PAGE).write_text(page, encoding="utf-8")
+
+
+def _last_steps(log: Path) -> list[Facts]:
+    if not log.is_file():
+        return []
+    with log.open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in deque(lines, maxlen=LAST_STEPS)]
 
 
 def _write_json(path: Path, value: object) -> None:

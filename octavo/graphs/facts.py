@@ -13,14 +13,15 @@ from torch.fx import Node
 from octavo.graphs.describe import dtype_name, operation_of, value_names
 from octavo.graphs.moves import Move, moves_of
 from octavo.kernels.operator import OPERATORS
-from octavo.passes.base import Compilation, PassContext, operator_of, values_of
+from octavo.passes.base import LAYER, Compilation, PassContext, operator_of, values_of
 from octavo.passes.breaks import PieceKind
 from octavo.passes.lower import Instruction, Source
 from octavo.passes.plan_buffers import INPUT_PIECE, Buffer
 from octavo.passes.split import SplitPiece
 
 SCHEMA = 1
-"""Of the report; raised when a field changes its meaning or goes away."""
+"""Of the report; raised when a field changes its meaning or goes away. New fields leave it as it is: so came ``calls``
+of a kind, its operators and regions in order, each with the place of its layer among the piece's ``layers``."""
 GENERATOR = "octavo graphs dump"
 Facts = dict[str, Any]
 
@@ -32,12 +33,13 @@ def facts_of(compilation: Compilation, context: PassContext, buckets: Sequence[i
     kinds = _kinds(compilation)
     buffers = [_buffer(buffer, compilation, names) for buffer in compilation.buffers.values()]
     pieces = _pieces(compilation, names, kinds, moves)
+    regions = _regions(compilation)
     facts: Facts = {
         "ranks": context.ranks,
         "rows": _placement(context),
         "device": context.device,
         "backends": {name: context.backends.get(name, "reference") for name in sorted(OPERATORS)},
-        "kinds": [_kind(name, members, compilation, pieces) for name, members in kinds.items()],
+        "kinds": [_kind(name, members, compilation, pieces, regions) for name, members in kinds.items()],
         "pieces": pieces,
         "buffers": buffers,
         "storages": _storages(compilation, names),
@@ -154,7 +156,34 @@ def _updates(piece: SplitPiece, names: dict[str, str]) -> list[str]:
     return list(found)
 
 
-def _kind(name: str, members: list[int], compilation: Compilation, pieces: list[Facts]) -> Facts:
+def _regions(compilation: Compilation) -> dict[str, str]:
+    """A name such as R1 for every kind of region, by its text."""
+    texts = dict.fromkeys(text for piece in compilation.pieces for text in piece.regions)
+    return {text: f"R{number}" for number, text in enumerate(texts, 1)}
+
+
+def _calls(piece: SplitPiece, regions: dict[str, str]) -> list[Facts]:
+    """Operators and regions (the runs between operators) in order."""
+    calls: list[Facts] = []
+    place, found = 0, iter(piece.regions)
+    run: list[str] | None = None
+    for node in piece.piece.nodes:
+        if node.meta[LAYER] is not None:
+            place = piece.layers.index(node.meta[LAYER])
+        if operator_of(node) is not None:
+            run = None
+            calls.append({"layer": place, "operator": operation_of(node)})
+        elif _computes(node):
+            if run is None:
+                run = []
+                calls.append({"layer": place, "region": regions[next(found)], "nodes": run})
+            run.append(operation_of(node))
+    return calls
+
+
+def _kind(
+    name: str, members: list[int], compilation: Compilation, pieces: list[Facts], regions: dict[str, str]
+) -> Facts:
     first: Instruction = compilation.instructions[members[0]]
     piece: SplitPiece = compilation.pieces[members[0]]
     nodes = [node for node in piece.piece.nodes if _computes(node)]
@@ -177,6 +206,7 @@ def _kind(name: str, members: list[int], compilation: Compilation, pieces: list[
         "why": _common_why(members, compilation, pieces),
         "nodes": len(nodes),
         "operators": dict(Counter(operation_of(node) for node in nodes)),
+        "calls": _calls(piece, regions),
         "inputs": dict(counts),
         "buffer_bytes_in_per_row": bytes_by["buffer"],
         "buffer_bytes_out_per_row": sum(compilation.buffers[result].row_bytes for result in first.results),

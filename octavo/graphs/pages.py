@@ -298,7 +298,8 @@ def overview_page(title: Sequence[str], programs: dict[str, Facts]) -> list[str]
         "A step runs a prelude (tokens to rows: embedding, Engram), the body (all layers) and an epilogue (the head, "
         "for the rows that sample).",
         *([] if len(rows) == 3 else ["Prelude and body exist twice: with rows dealt over the ranks, and without."]),
-        f"Written by `{GENERATOR}`.",
+        f"Written by `{GENERATOR}`. `report.html` shows all of it as one page in a browser; `octavo graphs diff` "
+        "compares two such directories in words.",
         "",
         *table(headings, rows, right="instructions|collectives|rows to|buffers"),
     ]

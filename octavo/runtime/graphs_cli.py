@@ -36,8 +36,11 @@ def dump(
     out: Annotated[Path, typer.Option(help="Directory to write; must be new, empty or an older dump.")],
     ranks: Ranks = 1,
 ) -> None:
-    """Write graphs, passes, pieces, buffers, buckets and the program to a directory; start with its index.md."""
-    from octavo.graphs.dump import DumpWriter, claim, write_overview
+    """Write graphs, passes, pieces, buffers, buckets and the program to a directory.
+
+    Start with its index.md or, in a browser, with its report.html.
+    """
+    from octavo.graphs.dump import PAGE, DumpWriter, claim, write_overview
 
     planned = _plan(engine)
     claim(out)
@@ -54,6 +57,7 @@ def dump(
         count = len(prepared.compilation.instructions)
         say(f"{name}: {count} instructions, {sum(timeline.values()):.1f} s")
     write_overview(out, title, reports)
+    say(f"to look at: {out / PAGE}")
     typer.echo(out / "index.md")
 
 
@@ -91,6 +95,20 @@ def explain_command(
             )
             lines += [*explained, ""]
     typer.echo("\n".join(lines[:-1]))
+
+
+@graphs_app.command("diff")
+def diff_command(
+    first: Annotated[Path, typer.Argument(metavar="A", help="Directory of a dump, or of one of its programs.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
+) -> None:
+    """Compare two dumps in words. Exit code 0 if they are equal, 1 if not, 2 for a path that holds no dump."""
+    from octavo.graphs.dump_diff import compare_dumps
+
+    lines = compare_dumps(first, second)
+    typer.echo("\n".join(lines) if lines else "equal, but for seconds and the history of steps, which are not compared")
+    if lines:
+        raise typer.Exit(1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from octavo.graphs.buckets import worst_padding
-from octavo.graphs.dump import REPLAY_LOG, DumpWriter, claim, write_overview
+from octavo.graphs.dump import PAGE, REPLAY_LOG, DumpWriter, claim, write_overview, write_page
 from octavo.graphs.footprint import buffer_bytes, peak_bytes
 from octavo.model.inputs import Rows, Tokens
 from octavo.model.memory import check_memory
@@ -148,10 +148,16 @@ class Programs:
         return torch.cat([self._epilogue.run({"hidden": part}, len(part))[0].clone() for part in parts])
 
     def close(self) -> None:
-        """Close the log of steps, if there is one."""
-        if self._log_file is not None:
-            self._log_file.close()
-            self._log_file = None
+        """Close the log of steps, if there is one, and show it on the dump's page."""
+        if self._log_file is None:
+            return
+        self._log_file.close()
+        directory = Path(self._log_file.name).parent
+        self._log_file = None
+        try:
+            write_page(directory)
+        except OSError as error:
+            _LOG.warning("%s does not show the history of steps: %s", directory / PAGE, error)
 
     def _note(self, rows: int, ran: Ran, seconds: float) -> None:
         """Count the step; log a surprising reason at a limited rate; one line to the log of steps."""

@@ -1,0 +1,356 @@
+"""The page of a dump in a real browser: it draws, searches, obeys the keyboard, and no error is heard of.
+
+Chromium is driven through its own pipe (``--remote-debugging-pipe``: JSON messages, each ended by a zero byte), so no
+package is needed. Where there is no Chromium these tests are skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import pytest
+
+from octavo.graphs.dump import PAGE, claim, write_overview
+from octavo.graphs.facts import Facts
+from tests.graphs.mini_program import write_dump
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "headless_shell")
+EXECUTABLE = next(filter(None, map(shutil.which, NAMES)), None)
+pytestmark = pytest.mark.skipif(
+    EXECUTABLE is None, reason="no Chromium on this machine: `apt-get install -y chromium` installs it on Debian"
+)
+SECONDS = 30
+STEPS = [
+    {"step": 1, "rows": 60, "bucket": 64, "microseconds": 9000, "not_replayed": None},
+    {"step": 2, "rows": 3, "bucket": 4, "microseconds": 2000, "not_replayed": None},
+    {"step": 3, "rows": 99, "bucket": None, "microseconds": 70000, "not_replayed": "beyond the largest bucket"},
+]
+
+
+class Browser:
+    """A headless Chromium with one page; ``heard`` holds what it complained of, ``requests`` what it loaded."""
+
+    def __init__(self, profile: Path, dark: bool = False) -> None:
+        assert EXECUTABLE is not None
+        ours, theirs = os.pipe(), os.pipe()
+        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-dev-shm-usage"]
+        # The shell puts the pipes at the numbers that Chromium reads and writes.
+        command = f'exec "$@" 3<&{ours[0]} 4>&{theirs[1]}'
+        arguments = [EXECUTABLE, *flags, f"--user-data-dir={profile}", "--remote-debugging-pipe", "about:blank"]
+        self._process = subprocess.Popen(
+            ["bash", "-c", command, "bash", *arguments],
+            pass_fds=(ours[0], theirs[1]),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(ours[0])
+        os.close(theirs[1])
+        self._to, self._from = ours[1], theirs[0]
+        self._rest, self._number, self._session = b"", 0, ""
+        self.heard: list[str] = []
+        self.requests: list[str] = []
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.call(f"{domain}.enable")
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.call("Emulation.setEmulatedMedia", features=[scheme])
+        self.size(1440, 900)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        os.close(self._to)
+        os.close(self._from)
+        self._process.kill()
+        self._process.wait()
+
+    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """Send a command -> its result; what else is heard meanwhile is noted."""
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": parameters}
+        if self._session:
+            message["sessionId"] = self._session
+        os.write(self._to, json.dumps(message).encode() + b"\0")
+        while True:
+            answer = self._message()
+            if answer.get("id") == self._number:
+                assert "error" not in answer, f"{method}: {answer['error']}"
+                result: dict[str, Any] = answer["result"]
+                return result
+            self._note(answer)
+
+    def _message(self) -> dict[str, Any]:
+        until = time.monotonic() + SECONDS
+        while b"\0" not in self._rest:
+            ready, _, _ = select.select([self._from], [], [], max(0.0, until - time.monotonic()))
+            assert ready, f"Chromium says nothing for {SECONDS} s"
+            part = os.read(self._from, 1 << 20)
+            assert part, f"Chromium has ended: {self._process.poll()}"
+            self._rest += part
+        first, self._rest = self._rest.split(b"\0", 1)
+        message: dict[str, Any] = json.loads(first)
+        return message
+
+    def _note(self, event: dict[str, Any]) -> None:
+        parameters = event.get("params", {})
+        if event.get("method") == "Runtime.exceptionThrown":
+            self.heard.append(json.dumps(parameters["exceptionDetails"]))
+        elif event.get("method") == "Runtime.consoleAPICalled" and parameters["type"] in ("error", "warning", "assert"):
+            self.heard.append(json.dumps(parameters["args"]))
+        elif event.get("method") == "Log.entryAdded" and parameters["entry"]["level"] in ("error", "warning"):
+            self.heard.append(json.dumps(parameters["entry"]))
+        elif event.get("method") == "Network.requestWillBeSent":
+            self.requests.append(parameters["request"]["url"])
+
+    def size(self, width: int, height: int) -> None:
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+
+    def open(self, page: Path, fragment: str = "") -> None:
+        self.call("Page.navigate", url=f"{page.as_uri()}{fragment}")
+        self.wait("document.readyState === 'complete' && location.protocol === 'file:'")
+
+    def wait(self, expression: str) -> None:
+        """Until an expression holds: some events come a moment later."""
+        until = time.monotonic() + SECONDS
+        while not self.ask(expression):
+            assert time.monotonic() < until, f"never: {expression}"
+            time.sleep(0.02)
+
+    def ask(self, expression: str) -> Any:
+        """The value of an expression of JavaScript."""
+        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
+
+    def type(self, text: str) -> None:
+        self.call("Input.insertText", text=text)
+
+    def press(self, *keys: str) -> None:
+        """Keys by name: ``/``, ``Tab``, ``ArrowRight``, ``Enter``, ``Escape``."""
+        codes = {"Tab": 9, "Enter": 13, "Escape": 27, "End": 35, "Home": 36, "/": 191}
+        codes |= {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
+        for key in keys:
+            text = {"text": key} if key == "/" else {"text": "\r"} if key == "Enter" else {}
+            what = {"key": key, "windowsVirtualKeyCode": codes[key]}
+            self.call("Input.dispatchKeyEvent", type="keyDown", **what, **text)
+            self.call("Input.dispatchKeyEvent", type="keyUp", **what)
+
+    def click(self, selector: str) -> None:
+        where = f"document.querySelector({json.dumps(selector)})"
+        box = self.ask(
+            f"(() => {{ const n = {where}; n.scrollIntoView({{block: 'center'}}); "
+            "const b = n.getBoundingClientRect(); return [b.x + b.width / 2, b.y + b.height / 2]; })()"
+        )
+        for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
+            self.call("Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], button="left", clickCount=1)
+
+
+Dump = tuple[Path, dict[str, Facts]]
+
+
+@pytest.fixture(scope="module")
+def dump(tmp_path_factory: pytest.TempPathFactory) -> Dump:
+    """A page of two programs, of four ranks and of one, with three steps."""
+    directory = tmp_path_factory.mktemp("page") / "dump"
+    claim(directory)
+    programs = {name: write_dump(directory / name, ranks)[0] for name, ranks in (("body-sharded", 4), ("epilogue", 1))}
+    (directory / "replay.jsonl").write_text("".join(f"{json.dumps(step)}\n" for step in STEPS))
+    write_overview(directory, ["mini"], programs)
+    return directory / PAGE, programs
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with Browser(tmp_path_factory.mktemp("profile")) as started:
+        yield started
+
+
+@pytest.fixture
+def page(browser: Browser, dump: Dump) -> Iterator[Browser]:
+    """The page, newly opened; afterwards nothing may have been heard of it, and it may have loaded itself alone."""
+    browser.heard.clear()
+    browser.requests.clear()
+    browser.call("Page.navigate", url="about:blank")
+    browser.open(dump[0])
+    yield browser
+    assert browser.heard == []
+    assert {request.split("#")[0] for request in browser.requests} <= {dump[0].as_uri(), "about:blank"}
+
+
+def count(browser: Browser, selector: str) -> int:
+    return int(browser.ask(f"document.querySelectorAll({json.dumps(selector)}).length"))
+
+
+def words(browser: Browser, selector: str) -> str:
+    return str(browser.ask(f"document.querySelector({json.dumps(selector)}).textContent"))
+
+
+def bright(browser: Browser) -> set[int]:
+    """Instructions that the picture does not dim."""
+    expression = "[...document.querySelectorAll('#layers .item:not(.dim)')].map((n) => Number(n.dataset.piece))"
+    return set(browser.ask(expression))
+
+
+def test_everything_is_drawn(page: Browser, dump: Dump) -> None:
+    report = dump[1]["body-sharded"]
+    drawn = page.ask("[...document.querySelectorAll('#layers .item')].map((n) => Number(n.dataset.piece))")
+    assert set(drawn) == {piece["number"] for piece in report["pieces"]}
+    layers = page.ask("[...document.querySelectorAll('#layers .row')].map((n) => n.dataset.layer)")
+    assert layers == [str(layer) for layer in range(10)]
+    assert count(page, "#lifelines [data-buffer]") == len(report["buffers"])
+    assert count(page, "#bucket-chart .column") == len(report["buckets"])
+    assert count(page, "#collective-list tbody tr") == len(report["collectives"]) == 30
+    assert count(page, "#kind-table tbody tr") == len(report["kinds"])
+    assert count(page, "#pass-list .pass") == len(report["passes"]) == 10
+    assert count(page, "#replays .item") == 3 and count(page, "#replays .item.bad") == 1
+    assert "not replayed: beyond the largest bucket" in words(page, "#replays table")
+    assert "steps that took it" in words(page, "#bucket-chart")
+    assert page.ask("document.documentElement.scrollWidth <= innerWidth"), "no sideways scrolling of the page"
+    boxes = "[...document.querySelectorAll('#layers .item')].map((n) => n.getBBox()).every((b) => b.width > 5)"
+    assert page.ask(boxes)
+
+
+def test_search_by_layer(page: Browser, dump: Dump) -> None:
+    report = dump[1]["body-sharded"]
+    page.press("/")
+    assert page.ask("document.activeElement.id") == "find"
+    page.type("layer 7")
+    expected = {piece["number"] for piece in report["pieces"] if 7 in piece["layers"]}
+    assert bright(page) == expected and 5 < len(expected) < 20
+    rows = page.ask("[...document.querySelectorAll('#layers .item:not(.dim)')].map((n) => n.dataset.layer)")
+    assert set(rows) == {"7"}, "a segment that began above is lit in its layer alone"
+    buffers = [buffer["name"] for buffer in report["buffers"] if buffer["name"].startswith("L7.")]
+    assert page.ask("[...document.querySelectorAll('[data-buffer]')].map((n) => n.dataset.buffer)") == buffers
+    assert words(page, "#found") == (f"{len(expected)} instructions, {len(buffers)} buffers and 3 collectives match")
+    assert count(page, "#collective-list tbody tr") == 3
+    page.press("Enter")
+    first = min(expected)
+    assert words(page, "#detail h3").startswith(f"{first}. ") and count(page, "#layers .pinned") >= 1
+    page.press("Enter", "Escape", "Escape")
+    assert bright(page) == {piece["number"] for piece in report["pieces"]}, "the first lets go, the second clears"
+    assert words(page, "#found") == ""
+
+
+def test_search_by_name(page: Browser, dump: Dump) -> None:
+    report = dump[1]["body-sharded"]
+    page.press("/")
+    page.type("L3.attend")
+    touching = {
+        piece["number"]
+        for piece in report["pieces"]
+        if "L3.attend" in [*piece["writes"], *(operand["name"] for operand in piece["inputs"])]
+    }
+    assert bright(page) == touching and len(touching) == 2
+    assert page.ask("[...document.querySelectorAll('[data-buffer]')].map((n) => n.dataset.buffer)") == ["L3.attend"]
+    page.click("#buffer-table summary")
+    page.wait("document.querySelector('#buffer-table tbody') !== null")
+    assert count(page, "#buffer-table tbody tr") == 1 and words(page, "#buffer-table mark") == "L3.attend"
+    page.click("[data-pass=place] summary")
+    page.wait("document.querySelector('[data-pass=place] pre').textContent !== ''")
+    shown = words(page, "[data-pass=place] pre")
+    assert "L3.gather_rows[0]" in shown and "L4.gather_rows" not in shown
+    page.ask("document.getElementById('find').select()")
+    page.ask("document.getElementById('find').focus()")
+    page.type("layers.9.attn.wo_a.weight")
+    reads = {
+        piece["number"]
+        for piece in report["pieces"]
+        if "layers.9.attn.wo_a.weight" in [operand["name"] for operand in piece["inputs"]]
+    }
+    assert bright(page) == reads and len(reads) == 1
+    page.ask("document.getElementById('find').select()")
+    page.type("no such thing")
+    assert bright(page) == set() and "0 instructions, 0 buffers" in words(page, "#found")
+    assert "No buffer has such a name." in words(page, "#lifelines")
+
+
+def test_programs_and_address(page: Browser, dump: Dump) -> None:
+    page.click("#tab-epilogue")
+    assert count(page, "#layers .item.collective") == 0
+    assert set(page.ask("[...document.querySelectorAll('#layers .item')].map((n) => Number(n.dataset.piece))")) == {
+        piece["number"] for piece in dump[1]["epilogue"]["pieces"]
+    }
+    assert "None: no rows move" in words(page, "#collective-list")
+    assert "steps that took it" not in words(page, "#bucket-chart"), "the log has buckets of prelude and body"
+    page.press("ArrowRight")
+    assert page.ask("document.activeElement.id") == "tab-body-sharded", "arrows go round"
+    assert count(page, "#layers .item.collective") == 30
+    page.press("/")
+    page.type("select")
+    fragment = page.ask("location.hash")
+    assert fragment == "#program=body-sharded&find=select"
+    lit = bright(page)
+    page.call("Page.navigate", url="about:blank")
+    page.open(dump[0], fragment)
+    assert page.ask("document.getElementById('find').value") == "select" and bright(page) == lit
+
+
+def test_keyboard(page: Browser, dump: Dump) -> None:
+    """One stop of Tab for the picture; arrows along instructions and layers; the detail follows."""
+    pieces = dump[1]["body-sharded"]["pieces"]
+    assert count(page, "#layers [tabindex='0']") == 1
+    page.ask("document.querySelector('#legend button:last-of-type').focus()")
+    page.press("Tab")
+    assert page.ask("document.activeElement.dataset.piece") == "0"
+    assert words(page, "#detail h3") == f"0. segment {pieces[0]['of']}"
+    page.press("ArrowRight")
+    assert page.ask("document.activeElement.dataset.piece") == "1"
+    assert pieces[1]["why"] in words(page, "#detail") and "A rank brings" in words(page, "#detail")
+    page.press("ArrowDown")
+    assert page.ask("document.activeElement.dataset.layer") == "1"
+    page.press("Enter")
+    pinned = page.ask("document.querySelector('#layers .pinned').dataset.piece")
+    page.press("End")
+    assert page.ask("document.activeElement.dataset.piece") == str(pieces[-1]["number"])
+    assert words(page, "#detail h3").startswith(f"{pinned}. "), "what is pinned stays"
+    page.press("Escape", "Home")
+    assert words(page, "#detail h3").startswith("0. ")
+    name = pieces[0]["writes"][0]
+    page.ask(
+        f"[...document.querySelectorAll('#detail button')].find((b) => b.textContent === {json.dumps(name)}).click()"
+    )
+    assert page.ask("document.getElementById('find').value") == name and 0 in bright(page)
+    page.ask("document.querySelector('#lifelines [tabindex=\"0\"]').focus()")
+    assert words(page, "#tip").startswith(f"{name}: ") and not page.ask("document.getElementById('tip').hidden")
+
+
+def test_dark_and_narrow(browser: Browser, page: Browser) -> None:
+    """The colours follow the system; a narrow window scrolls its drawings, not the page."""
+    colour = "getComputedStyle(document.body).backgroundColor"
+    light = page.ask(colour)
+    for scheme in ("dark", "light"):
+        page.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        assert (page.ask(colour) == light) == (scheme == "light")
+    page.size(800, 900)
+    try:
+        assert page.ask("document.documentElement.scrollWidth <= innerWidth")
+        assert count(page, "#layers .item") > 30
+    finally:
+        page.size(1440, 900)
+
+
+def test_errors_are_heard(browser: Browser, tmp_path: Path) -> None:
+    """The tests above would notice: an exception, a message, and a file from elsewhere."""
+    broken = tmp_path / "broken.html"
+    broken.write_text("<img src='gone.png'><script>console.error('said');</script><script>nothing();</script>")
+    browser.heard.clear()
+    browser.requests.clear()
+    browser.open(broken)
+    browser.ask("1")
+    heard = " ".join(browser.heard)
+    assert "said" in heard and "nothing is not defined" in heard
+    assert any(request.endswith("gone.png") for request in browser.requests)
