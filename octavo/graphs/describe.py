@@ -118,7 +118,7 @@ def value_names(compilation: Compilation) -> dict[str, str]:
             names[node.name] = f"{names[source.name]}[{index}]"
         elif node.op == "call_function":
             layer = node.meta[LAYER] if LAYER in node.meta else origin(node, compilation)[0]
-            stem = ("body" if layer is None else f"L{layer}") + f".{operation_of(node)}"
+            stem = ("step" if layer is None else f"L{layer}") + f".{operation_of(node)}"
             seen[stem] += 1
             names[node.name] = stem if seen[stem] == 1 else f"{stem}.{seen[stem]}"
     return names

@@ -52,13 +52,15 @@ def claim(directory: Path) -> None:
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        if any(directory.iterdir()) and not _is_dump(directory):
+        foreign = any(directory.iterdir()) and not _is_dump(directory)
+        programs = [directory / name for name in _PROGRAMS]
+        if foreign or any(p.exists() and any(p.iterdir()) and not _is_dump(p) for p in programs):
             raise UsageError(
                 f"{directory} is not empty and holds no graph dump ({REPORT} of `{GENERATOR}`). "
                 "Name a new or empty directory, or one that a dump was written to."
             )
         _write_json(directory / REPORT, {"schema": SCHEMA, "generator": GENERATOR, "complete": False})
-        for program in (directory / name for name in _PROGRAMS):
+        for program in programs:
             if _is_dump(program):
                 _empty(program)
                 (program / REPORT).unlink()

@@ -133,7 +133,9 @@ def _instructions(compilation: Compilation) -> list[str]:
             for reason in instruction.reasons:
                 reasons[reason] += instruction.layers
     total = counted(len(compilation.instructions), "instruction")
-    lines = [_line("runs", f"{total}: {', '.join(counted(count, kind.value) for kind, count in counts.items())}")]
+    lines = [
+        _line("runs", f"{total} of the body: {', '.join(counted(count, kind.value) for kind, count in counts.items())}")
+    ]
     for number, (reason, layers) in enumerate(reasons.items()):
         where = f" ({layer_span(layers)})" if layers else ""
         lines.append(_line("" if number else "breaks", f"{len(layers):3} x {reason}{where}"))

@@ -47,6 +47,7 @@ class Program:
         self.buffers: dict[str, Buffer] = dict(compilation.buffers)
         self.inputs: dict[str, GraphInput] = dict(compilation.inputs)
         self.outputs = tuple(node.name for node in compilation.graph.output_node().all_input_nodes)
+        assert len(self.outputs) == len(compilation.outputs), "a tensor is given back twice"
         self.buckets = buckets
         self._communicator = communicator
         self._resident = {
@@ -102,6 +103,7 @@ class Program:
         live: dict[str, Tensor] = dict(values)
         for instruction in self.instructions:
             live.update(self._eager(instruction, live, self._resident))
+            self._forget(instruction, live)
         return tuple(live[name] for name in self.outputs)
 
     def compare(self, values: Mapping[str, Tensor], bucket: int) -> tuple[Tensor, ...]:
@@ -122,6 +124,7 @@ class Program:
             for name, pool in pools.items():
                 self._expect_equal(instruction, self.inputs[name].path, copies[name], pool)
             live.update(eager)
+            self._forget(instruction, live)
         return tuple(self._views[bucket][name] for name in self.outputs)
 
     def poison(self) -> None:
@@ -145,6 +148,12 @@ class Program:
         ]
         call = self._call_of(instruction)
         return dict(zip(instruction.results, call(*operands), strict=True))
+
+    def _forget(self, instruction: Instruction, live: dict[str, Tensor]) -> None:
+        """Drop the values that this instruction was the last to read."""
+        for operand in instruction.operands:
+            if operand.source is Source.STATIC and self.buffers[operand.name].last == instruction.number:
+                live.pop(operand.name, None)
 
     @staticmethod
     def _expect_equal(instruction: Instruction, name: str, eager: Tensor, replayed: Tensor) -> None:

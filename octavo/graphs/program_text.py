@@ -146,7 +146,7 @@ def _wrapped(head: str, arguments: Sequence[str], tail: str) -> list[str]:
 
 def _identifier(name: str, taken: set[str]) -> str:
     """A Python name for a value or input, without its layer; unique among ``taken``, to which it is added."""
-    short = re.sub(r"^(L\d+|body|rows|tokens|state|layers\.\d+)\.", "", name)
+    short = re.sub(r"^(L\d+|step|rows|tokens|state|layers\.\d+)\.", "", name)
     short = re.sub(r"[^0-9A-Za-z]+", "_", short).strip("_")
     if not short.isidentifier() or keyword.iskeyword(short):
         short = f"v_{short}"

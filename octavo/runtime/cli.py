@@ -15,7 +15,7 @@ from octavo.runtime.eval_cli import eval_command
 from octavo.runtime.graphs_cli import graphs_app
 from octavo.runtime.options import with_options
 from octavo.runtime.sampling import SamplingParams
-from octavo.runtime.terminal import byte_progress, count_progress, say, start_progress
+from octavo.runtime.terminal import byte_progress, check_writable, count_progress, say, start_progress
 
 if TYPE_CHECKING:
     from octavo.runtime.request import Answer
@@ -132,6 +132,8 @@ def bench(
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write all numbers to this file.")] = None,
 ) -> None:
     """Measure prefill and decode speed, latencies, and what a step costs beside the model."""
+    if json_file is not None:
+        check_writable(json_file, "--json")
     from octavo.runtime.bench import Load, describe_environment, measure_engine, measure_scheduler, report_lines
     from octavo.runtime.engine import Engine
 

@@ -17,13 +17,12 @@ from octavo.runtime.request import Answer, FinishReason, Request
 from octavo.runtime.runner import Chunk
 from octavo.runtime.sampler import TokenLogprob, logprobs_of, sample
 from octavo.runtime.scheduler import Scheduler, Step
+from octavo.runtime.step_program import PROMPT_ROWS
 
 PARTS = ("schedule", "run", "sample", "deliver")
 """Of a step, in order."""
 
 Clock = Callable[[], float]
-_ROWS = 128
-"""Prompt rows whose logits exist at once: the vocabulary is wide."""
 
 
 class StepRunner(Protocol):
@@ -202,8 +201,8 @@ class EngineCore:
             if wanted is not None:
                 known = len(request.prompt_logprobs)
                 # Row at position p tells of the token at p + 1.
-                for low in range(max(work.start, known - 1), min(work.stop, request.prompt_length - 1), _ROWS):
-                    high = min(low + _ROWS, work.stop, request.prompt_length - 1)
+                for low in range(max(work.start, known - 1), min(work.stop, request.prompt_length - 1), PROMPT_ROWS):
+                    high = min(low + PROMPT_ROWS, work.stop, request.prompt_length - 1)
                     rows = [first + position - work.start for position in range(low, high)]
                     logits = self.runner.logits(hidden, rows)
                     request.prompt_logprobs += logprobs_of(logits, request.tokens[low + 1 : high + 1], wanted)

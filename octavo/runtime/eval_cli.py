@@ -15,7 +15,7 @@ import typer
 from octavo.errors import OctavoError, UsageError
 from octavo.runtime.config import EngineConfig
 from octavo.runtime.options import option_fields, with_options
-from octavo.runtime.terminal import count_progress, say, start_progress
+from octavo.runtime.terminal import check_writable, count_progress, say, start_progress
 
 if TYPE_CHECKING:
     from octavo.runtime.evaluate import Score, Suite
@@ -58,7 +58,11 @@ def eval_command(
     A line of FILE.jsonl is {"question": "...", "answer": "..."}; of a GSM8K answer only what follows #### counts.
     An answer counts if it ends with "The answer is X.", "#### X" or holds \\boxed{X}.
     """
+    if json_file is not None:
+        check_writable(json_file, "--json")
     other = changed_config(engine, compare) if compare is not None else None
+    if other is not None and engine.dump_dir is not None and other.dump_dir == engine.dump_dir:
+        raise UsageError(f"--dump-dir {engine.dump_dir}: --compare runs two engines; give the second dump-dir=OTHER")
     suites = _suites(suite or ["arithmetic", "recall", "facts"], items, seed, max_tokens, instruction, thinking)
     scores = _run(engine, suites, thinking)
     for line in table_lines(scores):

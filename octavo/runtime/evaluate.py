@@ -134,7 +134,7 @@ def file_suite(path: Path, items: int, max_tokens: int | None = None, instructio
     question. Raises :class:`UsageError` that names the line for one that is not such an object.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--suite {path}: cannot be read ({error}).") from error
     questions: list[Question] = []
@@ -241,7 +241,7 @@ def same_answer(given: str, expected: str) -> bool:
     if first == second:
         return True
     try:
-        return Decimal(first) == Decimal(second)
+        return "_" not in given and Decimal(first) == Decimal(second)
     except InvalidOperation:
         return False
 

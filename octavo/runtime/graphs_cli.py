@@ -69,7 +69,7 @@ def explain_command(
     requests: Annotated[int, typer.Option(min=1, help="Requests that the rows of each batch belong to.")] = 1,
     ranks: Ranks = 1,
 ) -> None:
-    """Say what a batch would do and why: local rows, bucket, padding, instructions, breaks, bytes between ranks."""
+    """Say what a batch would do and why: local rows, bucket, padding; the body's breaks and bytes between ranks."""
     from octavo.graphs.explain import Batch, explain, placement_of
     from octavo.passes.base import PassContext
 
@@ -224,9 +224,9 @@ def _programs(
 
 
 def _head_buckets(engine: EngineConfig) -> tuple[int, ...]:
-    from octavo.runtime.step_program import choose_buckets
+    from octavo.runtime.step_program import head_buckets
 
-    return choose_buckets("default", engine.max_requests)
+    return head_buckets(engine.max_requests)
 
 
 def _compile(

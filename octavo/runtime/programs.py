@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from octavo.graphs.buckets import worst_padding
-from octavo.graphs.dump import PAGE, REPLAY_LOG, DumpWriter, claim, write_overview, write_page
+from octavo.graphs.dump import PAGE, REPLAY_LOG, DumpWriter, write_overview, write_page
 from octavo.graphs.footprint import buffer_bytes, peak_bytes
 from octavo.model.inputs import Rows, Tokens
 from octavo.model.memory import check_memory
@@ -23,7 +23,7 @@ from octavo.runtime.assemble import Assembly
 from octavo.runtime.config import GraphMode
 from octavo.runtime.parts import Part, body_part, epilogue_part, prelude_part
 from octavo.runtime.pools import Pools
-from octavo.runtime.step_program import Compiled, NotReplayed, Ran, StepProgram, choose_buckets, compile_part
+from octavo.runtime.step_program import Compiled, NotReplayed, Ran, StepProgram, compile_part, head_buckets
 
 _LOG = logging.getLogger("octavo.graphs")
 _SECONDS_BETWEEN_LOGS = 10.0
@@ -43,7 +43,10 @@ class Programs:
         dump_dir: Path | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """``buckets`` are row counts of prelude and body; ``progress(done, total)`` counts programs."""
+        """``buckets`` are row counts of prelude and body; ``dump_dir`` has been claimed.
+
+        ``progress(done, total)`` counts programs.
+        """
         self.replays: Counter[int] = Counter()
         """Steps by bucket."""
         self.not_replayed: Counter[NotReplayed] = Counter()
@@ -59,10 +62,10 @@ class Programs:
             body_part(assembly.model.body, text, pools, dtype),
             epilogue_part(assembly.model.head, text, dtype, assembly.device),
         )
-        # The head sees one row for each request that samples.
-        ladders = (buckets, buckets, choose_buckets("default", pools.sizes.slots))
+        ladders = (buckets, buckets, head_buckets(pools.sizes.slots))
         began = time.perf_counter()
         done = [] if mode == "off" else self._compile(parts, context, dump_dir, progress)
+        compiled_after = time.perf_counter() - began
         if done:
             self._reserve(done, ladders, assembly.device)
         compiled: Sequence[Compiled | None] = done or [None] * len(parts)
@@ -74,15 +77,19 @@ class Programs:
         self.description = "graphs off"
         if done:
             exports, passes = sum(each.export_seconds for each in done), sum(each.pass_seconds for each in done)
-            rest = time.perf_counter() - began - exports - passes
+            rest = time.perf_counter() - began - compiled_after
             self.timeline = [("export", exports), ("passes and proof", passes), ("buffers and warm-up", rest)]
             self.description = (
                 f"graphs {mode}: {'; '.join(program.describe() for program in made)}; {len(buckets)} buckets to "
                 f"{buckets[-1]:,} rows, at most {worst_padding(buckets):.0%} padding; "
                 f"{sum(program.buffer_bytes for program in made) / 1e6:.0f} MB of buffers"
             )
-        if dump_dir is not None:
-            self._dump(dump_dir, dict(zip((part.name for part in parts), zip(done, ladders, strict=True), strict=True)))
+            if dump_dir is not None:
+                noting = compiled_after - exports - passes
+                began = time.perf_counter()
+                names = (part.name for part in parts)
+                self._dump(dump_dir, dict(zip(names, zip(done, ladders, strict=True), strict=True)))
+                self.timeline.append(("dump", noting + time.perf_counter() - began))
 
     def _compile(
         self,
@@ -91,8 +98,6 @@ class Programs:
         dump_dir: Path | None,
         progress: Callable[[int, int], None] | None,
     ) -> list[Compiled]:
-        if dump_dir is not None:
-            claim(dump_dir)
         compiled = []
         for number, part in enumerate(parts):
             if progress is not None:
@@ -106,7 +111,7 @@ class Programs:
     def _reserve(self, compiled: Sequence[Compiled], ladders: Sequence[tuple[int, ...]], device: torch.device) -> None:
         """Refuse, before buffers are made, what the largest bucket would need more than there is.
 
-        An eager step stays possible beside the buffers: debug modes and steps beyond the largest bucket take it.
+        An eager step of that many rows stays possible beside the buffers: debug modes take it.
         """
         needed = 0 if device.type == "cuda" else self._pools.bytes  # fresh host pages are counted as free until used
         peak = 0
@@ -130,7 +135,7 @@ class Programs:
         """Prelude and body of a step -> hidden rows [T, D]; the pools move on. Valid until the next step."""
         began = time.perf_counter()
         count = tokens.ids.shape[0]
-        rows, ran = self._prelude.run({"tokens": tokens, "history": self._pools.history}, count)
+        rows, _ = self._prelude.run({"tokens": tokens, "history": self._pools.history}, count)
         assert isinstance(rows, Rows)
         state = self._pools.state(tokens.slots, tokens.positions, tokens.starts)
         output, ran = self._body.run({"rows": rows, "state": state}, count)
@@ -139,13 +144,12 @@ class Programs:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Epilogue: chosen hidden rows [n, D] -> logits [n, V] F32. Valid until the next call."""
-        most = self._epilogue.buckets[-1]
-        if len(hidden) <= most:
-            logits: Tensor = self._epilogue.run({"hidden": hidden}, len(hidden))[0]
-            return logits
-        parts = hidden.split(most)
-        return torch.cat([self._epilogue.run({"hidden": part}, len(part))[0].clone() for part in parts])
+        """Epilogue: chosen hidden rows [n, D] -> logits [n, V] F32, at most as many as requests or ``PROMPT_ROWS``.
+
+        Valid until the next call.
+        """
+        logits: Tensor = self._epilogue.run({"hidden": hidden}, len(hidden))[0]
+        return logits
 
     def close(self) -> None:
         """Close the log of steps, if there is one, and show it on the dump's page."""

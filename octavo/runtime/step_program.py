@@ -28,6 +28,8 @@ from octavo.runtime.config import GraphMode
 from octavo.runtime.parts import Part, classify
 
 DEFAULT_BUCKETS = 24
+PROMPT_ROWS = 128
+"""Rows whose prompt log probabilities are computed at once: the vocabulary is wide."""
 
 
 class NotReplayed(enum.Enum):
@@ -57,6 +59,11 @@ def choose_buckets(text: str, chunk: int) -> tuple[int, ...]:
     except ValueError as error:
         raise UsageError(f"--buckets {text}: default, dense, or row counts such as 1,8,64") from error
     return check_buckets(sizes, chunk)
+
+
+def head_buckets(max_requests: int) -> tuple[int, ...]:
+    """Rows that the epilogue is prepared for: one for each request that samples, and those of prompts."""
+    return choose_buckets("default", max(max_requests, PROMPT_ROWS))
 
 
 @dataclass(frozen=True, slots=True)

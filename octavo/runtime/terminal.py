@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import rich.console
 import rich.progress
+
+from octavo.errors import UsageError
 
 _console = rich.console.Console(stderr=True, highlight=False)
 
@@ -14,6 +18,14 @@ _console = rich.console.Console(stderr=True, highlight=False)
 def say(message: str, style: str = "") -> None:
     """One message on stderr, as it is: neither wrapped nor searched for markup."""
     _console.print(message, style=style, markup=False, soft_wrap=True)
+
+
+def check_writable(file: Path, option: str) -> None:
+    """Raise :class:`UsageError` for a file that cannot be written, before the work whose results it is for."""
+    if file.is_dir() or not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
+        raise UsageError(
+            f"{option} {file}: cannot be written. Name a file in a directory that exists and can be written."
+        )
 
 
 @contextmanager

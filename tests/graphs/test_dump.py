@@ -80,17 +80,23 @@ def test_bad_directories(tmp_path: Path) -> None:
     (tmp_path / "full" / "thesis.tex").write_text("years of work")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "report.json").write_text('{"generator": "another tool"}')
+    (tmp_path / "older").mkdir()
+    (tmp_path / "older" / "report.json").write_text(json.dumps({"generator": "octavo graphs dump"}))
+    (tmp_path / "older" / "body").mkdir()
+    (tmp_path / "older" / "body" / "letters.txt").write_text("mine")
     for bad, message in (
         (file, "cannot be written"),
         (file / "below", "cannot be written"),
         (tmp_path / "full", "holds no graph dump"),
         (tmp_path / "other", "holds no graph dump"),
+        (tmp_path / "older", "holds no graph dump"),
         (Path("/proc/nowhere"), "cannot be written"),
     ):
         with pytest.raises(UsageError, match=message):
             DumpWriter(bad)
     assert (tmp_path / "full" / "thesis.tex").read_text() == "years of work" and file.read_text() == "x"
     assert [p.name for p in (tmp_path / "full").iterdir()] == ["thesis.tex"]
+    assert [p.name for p in (tmp_path / "older" / "body").iterdir()] == ["letters.txt"]
 
 
 def test_an_interrupted_dump_can_be_replaced(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def test_one_rank() -> None:
     assert "19 rows of 3 requests on 1 rank" in text and "there is one rank" in text
     assert "19 on every rank" in text and "24 (16 is too small; 11 prepared, up to 64)" in text
     assert "5 of 24 rows, 20.8%" in text
-    assert "35 instructions: 18 segments, 17 breaks" in text
+    assert "35 instructions of the body: 18 segments, 17 breaks" in text
     assert "10 x commit_window: backend reference is not capturable on cpu (layers 0-9)" in text
     assert "1 x select_candidates: backend reference is not capturable on cpu (layer 6)" in text
     assert "3 of 8 slots" in text and "collectives   none" in text
@@ -33,7 +33,7 @@ def test_sharded() -> None:
     assert "sharded: row g of the step lies on rank g % 4" in text
     assert "18 on every rank (70 / 4, rounded up)" in text and "24 (16 is too small" in text
     assert "26 of 96 rows over 4 ranks, 27.1%" in text
-    assert "91 instructions: 44 segments, 30 collectives, 17 breaks" in text
+    assert "91 instructions of the body: 44 segments, 30 collectives, 17 breaks" in text
     assert (
         f"7 x gather in global order for attend(latents) and commit_window(latents): {7 * 24 * 384 / 1e3:.3g} KB"
         in text

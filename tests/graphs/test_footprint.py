@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 from torch.fx import Interpreter
 
+from octavo.graphs.compile import input_names
 from octavo.graphs.footprint import buffer_bytes, peak_bytes
 from octavo.graphs.program import Program
+from octavo.passes.lower import Instruction
 from tests.passes.compiled import CPU, batch, compiled, new_pools, resident_tensors
 
 
@@ -51,3 +53,25 @@ def test_buffers_are_what_a_program_allocates() -> None:
         compilation = compiled(ranks)
         program = Program(compilation, resident_tensors(0, ranks, new_pools()), (8, 24), CPU)
         assert buffer_bytes(compilation, 24) == program.buffer_bytes > 0
+
+
+@torch.no_grad()
+def test_eager_runs_forget_what_is_read() -> None:
+    """Values that cross boundaries are dropped behind their last reader, in this mode as in the plan."""
+    compilation = compiled()
+    pools = new_pools()
+    program = Program(compilation, resident_tensors(0, 1, pools), (24,), CPU)
+    program.warm_up()
+    names = input_names(compilation)
+    values = {names[path]: value for path, value in batch([21]).values(0, 1, True).items() if path in names}
+    held: list[int] = []
+    forget = program._forget
+
+    def weigh(instruction: Instruction, live: dict[str, Tensor]) -> None:
+        held.append(storage_bytes(list(live.values())))
+        forget(instruction, live)
+
+    program._forget = weigh  # type: ignore[method-assign]
+    program.run_eager(values)
+    assert len(held) == len(program.instructions)
+    assert max(held) <= 1.2 * peak_bytes(compilation, 21), "everything of every layer is held"

@@ -102,6 +102,11 @@ def test_changes_that_cannot_be(changes: str, message: str) -> None:
         (("--suite", "gone.jsonl"), "gone.jsonl: cannot be read"),
         (("--suite", "recall@4k", "--items", "1", "--max-model-len", "999"), "recall@4k: its longest question has"),
         (("--suite", "facts", "--compare", "nothing"), "expected KEY=VALUE"),
+        (("--suite", "facts", "--json", "gone/out.json"), "--json gone/out.json: cannot be written"),
+        (
+            ("--suite", "facts", "--graphs", "on", "--dump-dir", "same", "--compare", "chunk=7"),
+            "--compare runs two engines; give the second dump-dir=OTHER",
+        ),
         (("--suite", "facts", "--model", MINI), "facts: made for the vocabulary of octavo-nano, where 'Mara' is one"),
     ],
 )

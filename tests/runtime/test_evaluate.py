@@ -66,6 +66,7 @@ def test_thinking_does_not_count() -> None:
         ("Red  and Heron", "red and heron", True),
         ("**42**", "42", True),
         ("$1,234", "1234", True),
+        ("1_234", "1234", False),
         ("42.0", "42", True),
         ("1,2", "12", False),
         ("37 coins", "37", False),
@@ -226,6 +227,13 @@ def test_files_in_the_way_of_gsm8k(tmp_path: Path) -> None:
     told = file_suite(file, 1, 7, "Be brief.")
     assert told.questions == (Question("What is 6 times 7?\n\nBe brief.", "42"),) and told.max_tokens == 7
     assert run_suite(Parrot(lambda _: "It is\n#### 42"), suite).correct == 1
+
+
+def test_lines_end_where_json_says(tmp_path: Path) -> None:
+    """Other separators of lines may stand in a JSON string as they are."""
+    line = json.dumps({"question": "one\u2028two\u0085three", "answer": "x"}, ensure_ascii=False)
+    (question,) = file_suite(write(tmp_path, line), 500).questions
+    assert question.text == "one\u2028two\u0085three"
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def test_replays_equal_plain_calls(plain: list[object], mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["on", "eager", "compare", "poison"])
 def test_inputs_that_nothing_reads(mode: str) -> None:
-    """One layer has no Engram: starts and history are read by nothing in its prelude."""
+    """One layer has no Engram: starts are read by nothing in its prelude."""
     answers = []
     for graphs in ("off", mode):
         with Engine(config(layers=1, graphs=graphs)) as engine:
@@ -104,8 +104,8 @@ def test_dump_of_an_engine(tmp_path: Path) -> None:
     assert dict(reasons) == stats["not_replayed"] and reasons["beyond the largest bucket"] > 0
 
 
-def test_many_rows_of_logits_take_several_replays(plain: list[object]) -> None:
-    """The head's largest bucket is the number of requests; log probabilities of a prompt need more rows."""
+def test_the_head_takes_more_rows_than_requests() -> None:
+    """Log probabilities of a prompt need many rows of logits at once, however few requests there may be."""
     params = SamplingParams(max_tokens=2, prompt_logprobs=2, temperature=0.0)
     found = []
     for mode in ("off", "on", "poison"):
