@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from octavo.errors import OctavoError, UsageError
 from octavo.model.config import ModelConfig
-from octavo.model.layout import TensorSpec, expected_tensors
+from octavo.model.layout import expected_tensors
 from octavo.model.packaged import packaged_file
 from octavo.model.presets import preset
 from octavo.model.random_weights import fill_random
 from octavo.model.shards import INDEX_FILE, TORCH_DTYPES
+from octavo.model.writing import write_shards
 
 WRITABLE_PRESETS = ("tiny", "mini")
 """Those small enough for a file; the others are for random weights in memory."""
 
-_STORED_DTYPES = {**TORCH_DTYPES, "F8_E8M0": torch.float8_e8m0fnu, "I8": torch.int8}
 _CHECKPOINT_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "*.safetensors", INDEX_FILE)
 
 
@@ -44,7 +43,7 @@ def init_checkpoint(
         )
     _claim_directory(path)
     try:
-        _write_tensors(config, path, seed, progress)
+        write_shards(path, _shards(config, seed, progress), expected_tensors(config))
         for name in ("tokenizer.json", "tokenizer_config.json"):
             (path / name).write_bytes(packaged_file(preset_name, name))
         # Last, because a directory with a config.json is taken for a checkpoint.
@@ -68,13 +67,14 @@ def _claim_directory(path: Path) -> None:
         )
 
 
-def _write_tensors(config: ModelConfig, path: Path, seed: int, progress: Callable[[int, int], None] | None) -> None:
+def _shards(
+    config: ModelConfig, seed: int, progress: Callable[[int, int], None] | None
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """The backbone in the first file; Engram tables, drafts and vision in the second."""
     expected = expected_tensors(config)
     backbone = {name: spec for name, spec in expected.items() if _is_backbone(name)}
     parts = [backbone, {name: spec for name, spec in expected.items() if name not in backbone}]
     done, total = 0, sum(spec.nbytes for spec in expected.values())
-    weight_map: dict[str, str] = {}
     for number, part in enumerate(parts, start=1):
         tensors = {name: torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype]) for name, spec in part.items()}
         for name, tensor in tensors.items():
@@ -83,16 +83,8 @@ def _write_tensors(config: ModelConfig, path: Path, seed: int, progress: Callabl
             done += tensor.nbytes
             if progress is not None:
                 progress(done, total)
-        file = f"model-{number:05}-of-{len(parts):05}.safetensors"
-        save_file(_as_stored(tensors, part), path / file, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(part, file))
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    (path / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        yield f"model-{number:05}-of-{len(parts):05}.safetensors", tensors
 
 
 def _is_backbone(name: str) -> bool:
     return ".engram.embed." not in name and name.split(".")[0] in ("embed", "layers", "norm", "head")
-
-
-def _as_stored(tensors: dict[str, Tensor], specs: dict[str, TensorSpec]) -> dict[str, Tensor]:
-    return {name: tensor.view(_STORED_DTYPES[specs[name].dtype]) for name, tensor in tensors.items()}

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from octavo.kernels.quantise import quantise_q8
@@ -16,14 +15,13 @@ from octavo.model.checkpoint import Checkpoint
 from octavo.model.config import ModelConfig
 from octavo.model.layout import expected_tensors
 from octavo.model.parameters import official_tensors
-from octavo.model.shards import INDEX_FILE
+from octavo.model.writing import write_shards
 from tools.train_nano.formats import Format, encode_f4_rows, encode_tiles
 from tools.train_nano.loop import Progress
 from tools.train_nano.masters import Masters, stored_format
 from tools.train_nano.optimiser import Optimiser
 
 _TENSORS_FILE = "model-00001-of-00001.safetensors"
-_STORED = {"I8": torch.int8, "F8_E8M0": torch.float8_e8m0fnu, "F8_E4M3": torch.float8_e4m3fn}
 
 
 def encoded(masters: Masters) -> dict[str, Tensor]:
@@ -49,18 +47,7 @@ def encoded(masters: Masters) -> dict[str, Tensor]:
 def write_checkpoint(masters: Masters, path: Path, tokenizer_files: Path) -> None:
     """Config, tokenizer, tensors and index; checked as the engine checks a checkpoint before it loads one."""
     path.mkdir(parents=True, exist_ok=True)
-    specs = expected_tensors(masters.config)
-    tensors = encoded(masters)
-    stored = {
-        name: tensors[name].view(_STORED[spec.dtype]).contiguous()
-        if spec.dtype in _STORED
-        else tensors[name].contiguous()
-        for name, spec in specs.items()
-    }
-    save_file(stored, path / _TENSORS_FILE, metadata={"format": "pt"})
-    total = sum(spec.nbytes for spec in specs.values())
-    index = {"metadata": {"total_size": total}, "weight_map": dict.fromkeys(sorted(specs), _TENSORS_FILE)}
-    (path / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    write_shards(path, [(_TENSORS_FILE, encoded(masters))], expected_tensors(masters.config))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (path / name).write_bytes((tokenizer_files / name).read_bytes())
     config = json.dumps(masters.config.to_dict(), indent=2) + "\n"
@@ -70,13 +57,6 @@ def write_checkpoint(masters: Masters, path: Path, tokenizer_files: Path) -> Non
 
 def save_masters(masters: Masters, path: Path) -> None:
     torch.save({name: master.detach().cpu() for name, master in masters.named().items()}, path)
-
-
-@torch.no_grad()
-def load_masters(masters: Masters, path: Path) -> None:
-    kept = torch.load(path, map_location="cpu", weights_only=True)
-    for name, master in masters.named().items():
-        master.copy_(kept[name])
 
 
 def save_state(path: Path, masters: Masters, optimiser: Optimiser, progress: Progress) -> None:
