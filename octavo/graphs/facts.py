@@ -20,8 +20,7 @@ from octavo.passes.plan_buffers import INPUT_PIECE, Buffer
 from octavo.passes.split import SplitPiece
 
 SCHEMA = 1
-"""Of the report; raised when a field changes its meaning or goes away. New fields leave it as it is: so came ``calls``
-of a kind, its operators and regions in order, each with the place of its layer among the piece's ``layers``."""
+"""Of the report; raised when a field changes its meaning or goes away."""
 GENERATOR = "octavo graphs dump"
 Facts = dict[str, Any]
 
@@ -163,7 +162,7 @@ def _regions(compilation: Compilation) -> dict[str, str]:
 
 
 def _calls(piece: SplitPiece, regions: dict[str, str]) -> list[Facts]:
-    """Operators and regions (the runs between operators) in order."""
+    """Operators and regions (the runs between operators) in order; ``layer`` is a place among the piece's layers."""
     calls: list[Facts] = []
     place, found = 0, iter(piece.regions)
     run: list[str] | None = None

@@ -1,7 +1,8 @@
 """The memory of a step, known before it runs: static buffers, and the peak of an eager run.
 
 In an eager run every value is a tensor of its own. Values live from the node that makes them to the last that reads
-them; reshapes are views, which keep what they view alive. What an operator needs inside is its own affair and not
+them, or to the end of the last piece that reads them if that is another than their own: a piece holds what it was
+given. Reshapes are views, which keep what they view alive. What an operator needs inside is its own affair and not
 counted.
 """
 
@@ -12,7 +13,7 @@ import operator
 import torch
 from torch.fx import Node
 
-from octavo.passes.base import Compilation, InputKind, values_of
+from octavo.passes.base import PIECE, Compilation, InputKind, values_of
 
 _VIEWS = frozenset({torch.ops.aten.unflatten.int, torch.ops.aten.unsqueeze.default})
 _PROBE = 16
@@ -20,11 +21,19 @@ _PROBE = 16
 
 
 def peak_bytes(compilation: Compilation, rows: int) -> int:
-    """Most bytes that the values of a step of ``rows`` local rows take together, inputs included, weights not."""
+    """Most bytes that the values of a step of ``rows`` local rows take together, inputs included, weights not.
+
+    The compilation has been cut into pieces.
+    """
     order = {node: place for place, node in enumerate(compilation.graph.nodes)}
+    ends = {node.meta[PIECE]: order[node] for node in compilation.calls()}
     last: dict[Node, int] = {}
     for node in reversed(compilation.graph.nodes):
-        uses = [order[user] for user in node.users]
+        own = node.meta.get(PIECE)
+        uses = [
+            ends.get(user.meta.get(PIECE), order[user]) if user.meta.get(PIECE) != own else order[user]
+            for user in node.users
+        ]
         uses += [last[user] for user in node.users if user.target in _VIEWS]
         last[node] = max(uses, default=order[node])
     changes: dict[int, int] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import time
@@ -53,81 +54,81 @@ class Programs:
         self._pools = pools
         self._logged = float("-inf")
         self._steps = 0
+        self._dump_dir = dump_dir
         self._log_file: TextIO | None = None
-        self._writers: dict[str, DumpWriter | None] = {}
-        context = PassContext(device=assembly.device.type)
         text, dtype = assembly.config.text_config, assembly.dtype
         parts = (
             prelude_part(assembly.prelude, pools),
             body_part(assembly.model.body, text, pools, dtype),
             epilogue_part(assembly.model.head, text, dtype, assembly.device),
         )
-        ladders = (buckets, buckets, head_buckets(pools.sizes.slots))
-        began = time.perf_counter()
-        done = [] if mode == "off" else self._compile(parts, context, dump_dir, progress)
-        compiled_after = time.perf_counter() - began
-        if done:
-            self._reserve(done, ladders, assembly.device)
-        compiled: Sequence[Compiled | None] = done or [None] * len(parts)
-        self._prelude, self._body, self._epilogue = made = [
-            StepProgram(part, ladder, mode, each) for part, ladder, each in zip(parts, ladders, compiled, strict=True)
-        ]
+        plan = list(zip(parts, (buckets, buckets, head_buckets(pools.sizes.slots)), strict=True))
         self.timeline: list[tuple[str, float]] = []
         """Phases of the start and their seconds, over all programs."""
         self.description = "graphs off"
-        if done:
-            exports, passes = sum(each.export_seconds for each in done), sum(each.pass_seconds for each in done)
-            rest = time.perf_counter() - began - compiled_after
-            self.timeline = [("export", exports), ("passes and proof", passes), ("buffers and warm-up", rest)]
-            self.description = (
-                f"graphs {mode}: {'; '.join(program.describe() for program in made)}; {len(buckets)} buckets to "
-                f"{buckets[-1]:,} rows, at most {worst_padding(buckets):.0%} padding; "
-                f"{sum(program.buffer_bytes for program in made) / 1e6:.0f} MB of buffers"
-            )
-            if dump_dir is not None:
-                noting = compiled_after - exports - passes
-                began = time.perf_counter()
-                names = (part.name for part in parts)
-                self._dump(dump_dir, dict(zip(names, zip(done, ladders, strict=True), strict=True)))
-                self.timeline.append(("dump", noting + time.perf_counter() - began))
+        if mode == "off":
+            made = [StepProgram(part, ladder, mode, None) for part, ladder in plan]
+        else:
+            made = self._start(plan, mode, assembly.device, dump_dir, progress)
+        self._prelude, self._body, self._epilogue = made
 
-    def _compile(
+    def _start(
         self,
-        parts: Sequence[Part],
-        context: PassContext,
+        plan: Sequence[tuple[Part, tuple[int, ...]]],
+        mode: GraphMode,
+        device: torch.device,
         dump_dir: Path | None,
         progress: Callable[[int, int], None] | None,
-    ) -> list[Compiled]:
+    ) -> list[StepProgram]:
+        """Compile all parts, make sure that they fit, make their buffers, and write the dump."""
+        times = [time.perf_counter()]
+        context = PassContext(device=device.type)
         compiled = []
-        for number, part in enumerate(parts):
+        for number, (part, ladder) in enumerate(plan):
             if progress is not None:
-                progress(number, len(parts))
-            writer = self._writers[part.name] = DumpWriter(dump_dir / part.name) if dump_dir is not None else None
-            compiled.append(compile_part(part, context, writer))
+                progress(number, len(plan))
+            writer = DumpWriter(dump_dir / part.name) if dump_dir is not None else None
+            compiled.append(compile_part(part, ladder, context, writer))
         if progress is not None:
-            progress(len(parts), len(parts))
-        return compiled
+            progress(len(plan), len(plan))
+        times.append(time.perf_counter())
+        self._reserve(compiled, device)
+        made = [StepProgram(each.part, each.buckets, mode, each) for each in compiled]
+        times.append(time.perf_counter())
+        buckets = made[0].buckets
+        self.description = (
+            f"graphs {mode}: {'; '.join(program.describe() for program in made)}; {len(buckets)} buckets to "
+            f"{buckets[-1]:,} rows, at most {worst_padding(buckets):.0%} padding; "
+            f"{sum(program.buffer_bytes for program in made) / 1e6:.0f} MB of buffers"
+        )
+        if dump_dir is not None:
+            self._dump(dump_dir, compiled)
+        times.append(time.perf_counter())
+        exports, passes = sum(each.export_seconds for each in compiled), sum(each.pass_seconds for each in compiled)
+        compiling, making, dumping = (end - begin for begin, end in itertools.pairwise(times))
+        self.timeline = [("export", exports), ("passes and proof", passes), ("buffers and warm-up", making)]
+        if dump_dir is not None:  # notes on every pass are taken while compiling
+            self.timeline.append(("dump", compiling - exports - passes + dumping))
+        return made
 
-    def _reserve(self, compiled: Sequence[Compiled], ladders: Sequence[tuple[int, ...]], device: torch.device) -> None:
+    def _reserve(self, compiled: Sequence[Compiled], device: torch.device) -> None:
         """Refuse, before buffers are made, what the largest bucket would need more than there is.
 
         An eager step of that many rows stays possible beside the buffers: debug modes take it.
         """
         needed = 0 if device.type == "cuda" else self._pools.bytes  # fresh host pages are counted as free until used
-        peak = 0
-        for each, ladder in zip(compiled, ladders, strict=True):
-            needed += buffer_bytes(each.compilation, ladder[-1])
-            peak = max(peak, peak_bytes(each.compilation, ladder[-1]))
+        needed += sum(buffer_bytes(each.compilation, each.buckets[-1]) for each in compiled)
+        peak = max(peak_bytes(each.compilation, each.buckets[-1]) for each in compiled)
         check_memory(needed + int(RESERVE * peak), device)
 
-    def _dump(self, directory: Path, compiled: dict[str, tuple[Compiled, tuple[int, ...]]]) -> None:
+    def _dump(self, directory: Path, compiled: Sequence[Compiled]) -> None:
         reports = {}
-        for name, (each, ladder) in compiled.items():
-            writer = self._writers[name]
-            assert writer is not None
+        for each in compiled:
+            assert each.dump is not None
             timeline = {"export": each.export_seconds}
-            title = [self.description]
-            reports[name] = writer.finish(each.compilation, each.context, ladder, each.passes, title, timeline)
+            reports[each.part.name] = each.dump.finish(
+                each.compilation, each.context, each.buckets, each.passes, [self.description], timeline
+            )
         write_overview(directory, [self.description], reports)
         self._log_file = (directory / REPLAY_LOG).open("w", encoding="utf-8", buffering=1)
 
@@ -156,12 +157,12 @@ class Programs:
         if self._log_file is None:
             return
         self._log_file.close()
-        directory = Path(self._log_file.name).parent
         self._log_file = None
+        assert self._dump_dir is not None
         try:
-            write_page(directory)
+            write_page(self._dump_dir)
         except OSError as error:
-            _LOG.warning("%s does not show the history of steps: %s", directory / PAGE, error)
+            _LOG.warning("%s does not show the history of steps: %s", self._dump_dir / PAGE, error)
 
     def _note(self, rows: int, ran: Ran, seconds: float) -> None:
         """Count the step; log a surprising reason at a limited rate; one line to the log of steps."""

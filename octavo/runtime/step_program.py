@@ -68,19 +68,25 @@ def head_buckets(max_requests: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A part after all passes."""
+    """A part after all passes, and the row counts that it is prepared for."""
 
+    part: Part
+    buckets: tuple[int, ...]
     compilation: Compilation
     context: PassContext
     passes: list[PassResult]
     export_seconds: float
+    dump: DumpWriter | None
+    """Has noted the graph behind every pass."""
 
     @property
     def pass_seconds(self) -> float:
         return sum(result.seconds for result in self.passes)
 
 
-def compile_part(part: Part, context: PassContext, dump: DumpWriter | None = None) -> Compiled:
+def compile_part(
+    part: Part, buckets: tuple[int, ...], context: PassContext, dump: DumpWriter | None = None
+) -> Compiled:
     """Export and rewrite a part."""
     began = time.perf_counter()
     compilation = compilation_of(part.module, part.inputs, classify)
@@ -88,7 +94,7 @@ def compile_part(part: Part, context: PassContext, dump: DumpWriter | None = Non
     if dump is not None:
         dump.captured(compilation)
     passes = run_passes(compilation, context, after=dump.after if dump is not None else None)
-    return Compiled(compilation, context, passes, exported)
+    return Compiled(part, buckets, compilation, context, passes, exported, dump)
 
 
 class StepProgram:
