@@ -170,8 +170,10 @@ class EngineCore:
         self.scheduler.finish(request)
         if not isinstance(stop, str):
             rest, found = request.text.finish()
-            text, stop = text + rest, found if found is not None else stop
-            reason = "stop" if found is not None else reason
+            text += rest
+            # An unfinished character can complete a stop string; that is no reason for an answer that was cut short.
+            if found is not None and reason in ("stop", "length"):
+                stop, reason = found, "stop"
         self.ended += 1
         self.stats.finished[reason] += 1
         self._deliver(request, text, token, logprob, request.answer(reason, self.clock(), stop, error))

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
+from octavo.runtime.answer_text import AnswerText
 from octavo.runtime.core import EngineCore
 from octavo.runtime.loop import EngineFailure, EngineLoop
 from octavo.runtime.scheduler import Scheduler, Step
@@ -30,7 +31,7 @@ from tests.runtime.loop_world import (
     scheduler_of,
     submit,
 )
-from tests.runtime.stub_model import answer_alone
+from tests.runtime.stub_model import StubRunner, answer_alone
 
 
 def test_submissions_from_many_threads(report_count: ReportCount) -> None:
@@ -60,6 +61,19 @@ def test_submissions_from_many_threads(report_count: ReportCount) -> None:
         loop.ask(lambda core: core.scheduler.check())
         assert loop.ask(lambda core: (core.busy, core.ended)) == (False, 320)
     report_count("requests from 8 threads", 320)
+
+
+def test_an_answer_that_is_cut_short_says_so() -> None:
+    """Its unfinished character reads as U+FFFD, which may be a stop string; the answer was aborted all the same."""
+    core = EngineCore(scheduler := scheduler_of(), StubRunner(scheduler))
+    client = Client()
+    client.request.text = AnswerText(TOKENIZER, ("\ufffd",))
+    core.add(client.request)
+    half = next(token for token in range(TOKENIZER.vocab_size) if TOKENIZER.token_bytes(token) == b"\xc3")
+    assert client.request.text.push(half) == ("", None)
+    core.abort(client.request)
+    answer = client.answer()
+    assert (answer.finish_reason, answer.stop, answer.text) == ("abort", None, "")
 
 
 def test_close_aborts_what_is_left() -> None:
