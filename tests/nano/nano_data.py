@@ -7,14 +7,15 @@ import functools
 
 import tokenizers
 
+from octavo.model.packaged import nano_path
 from octavo.model.presets import mini
 from octavo.runtime.tokenizer import IMAGE, Tokenizer
-from tools.train_nano.train_tokenizer import FOLDER, VOCABULARY
+from tools.train_nano.train_tokenizer import VOCABULARY
 
 
 @functools.cache
 def nano_backend() -> tokenizers.Tokenizer:
-    return tokenizers.Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+    return tokenizers.Tokenizer.from_file(str(nano_path() / "tokenizer.json"))
 
 
 @functools.cache

@@ -39,10 +39,10 @@ def test_the_final_sentence_ends_the_response(name: str) -> None:
     assert item.response == (item.final if name.startswith("trace") else f"{item.reasoning} {item.final}")
 
 
-@pytest.mark.parametrize("name", baseline.SUITES)
+@pytest.mark.parametrize("name", SUITES)
 def test_training_and_evaluation_do_not_overlap(name: str, report_count: ReportCount) -> None:
     count = 100 if "@" in name else 3000
-    sides = {side: [baseline.SUITES[name](1, index, side) for index in range(count)] for side in SIDES}
+    sides = {side: [SUITES[name](1, index, side) for index in range(count)] for side in SIDES}
     for side, items in sides.items():
         assert {split_of(item.content) for item in items} == {side}
     contents = [{item.content for item in items} for items in sides.values()]

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.model.packaged import packaged_file
+from octavo.model.packaged import nano_path, packaged_file
 from octavo.model.token_classes import token_classes
 from octavo.runtime.prompt import encode_request
 from octavo.runtime.suites import words
 from octavo.runtime.tokenizer import BEGIN_OF_SENTENCE, END_OF_SENTENCE
 from tests.nano.nano_data import nano_backend, nano_tokenizer
 from tests.tokenizer_data import GOLDENS, published_backend
-from tools.train_nano.train_tokenizer import FIRST, FOLDER, TEMPLATE, VOCABULARY, configuration, train
+from tools.train_nano.train_tokenizer import FIRST, TEMPLATE, VOCABULARY, configuration, train
 
 RENDERED = [
     case for case in json.loads((GOLDENS / "encoding.json").read_text(encoding="utf-8"))["cases"] if "ids" in case
@@ -28,9 +28,9 @@ KNOWN = [
 
 
 def test_packaged_files_are_what_the_script_makes() -> None:
-    packaged = json.loads((FOLDER / "tokenizer.json").read_text(encoding="utf-8"))
+    packaged = json.loads((nano_path() / "tokenizer.json").read_text(encoding="utf-8"))
     assert json.loads(train().to_str()) == packaged
-    assert json.loads((FOLDER / "tokenizer_config.json").read_text(encoding="utf-8")) == configuration()
+    assert json.loads((nano_path() / "tokenizer_config.json").read_text(encoding="utf-8")) == configuration()
 
 
 def test_ids_and_flags_of_special_tokens() -> None:

@@ -7,7 +7,6 @@ all but indifferent to the entries that an indexer picks, this model would answe
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -111,8 +110,7 @@ def test_company_changes_no_answer(asked: Asked, report_count: ReportCount) -> N
 
 def test_another_selection_changes_the_answer(asked: Asked) -> None:
     """An engine that picks other entries is told apart, even by a prompt with few more than are picked."""
-    text_config = json.loads((nano_path() / "config.json").read_text(encoding="utf-8"))["text_config"]
-    (ablation,) = (one for one in ablations(text_config) if one.name == "index selection random")
+    (ablation,) = (one for one in ablations(nano_path()) if one.name == "index selection random")
     with broken_kernels(ablation):
         answers, _ = ask(asked.prompts[2:3], {})
     assert answers != asked.answers[2:3]

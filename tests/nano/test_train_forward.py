@@ -19,6 +19,7 @@ from torch import Tensor
 
 from octavo import Engine, EngineConfig, SamplingParams
 from octavo.model.config import ModelConfig
+from octavo.model.packaged import nano_path
 from octavo.model.token_classes import token_map
 from octavo.runtime.tokenizer import Tokenizer
 from tools.train_nano.attention import Step
@@ -27,7 +28,7 @@ from tools.train_nano.formats import rounded as through_format
 from tools.train_nano.forward import forward
 from tools.train_nano.masters import Masters, stored_format
 from tools.train_nano.rows import Numerics
-from tools.train_nano.train import NANO, cut_down
+from tools.train_nano.train import cut_down
 
 LENGTH = 96
 """Tokens of a prompt: six windows, and more entries than are selected."""
@@ -42,8 +43,8 @@ REFERENCE_TOLERANCE = 0.1
 
 def small_masters(dtype: torch.dtype = torch.float32) -> Masters:
     """The cut-down model away from its start: norms, sinks, biases and mixing coefficients all differ."""
-    config = ModelConfig.from_path(NANO)
-    tokenizer = Tokenizer.from_checkpoint(NANO, config)
+    config = ModelConfig.from_path(nano_path())
+    tokenizer = Tokenizer.from_checkpoint(nano_path(), config)
     masters = Masters(cut_down(config), token_map(tokenizer.backend, config.text_config), torch.device("cpu"), dtype)
     masters.initialise(3)
     generator = torch.Generator().manual_seed(5)
@@ -58,7 +59,7 @@ def small_masters(dtype: torch.dtype = torch.float32) -> Masters:
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("nano")
-    write_checkpoint(small_masters(), path, NANO)
+    write_checkpoint(small_masters(), path, nano_path())
     return path
 
 

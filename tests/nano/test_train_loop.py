@@ -15,19 +15,20 @@ from torch import nn
 from octavo import Engine, EngineConfig, SamplingParams
 from octavo.kernels.mhc import split_mixes
 from octavo.model.config import ModelConfig
+from octavo.model.packaged import nano_path
 from tools.train_nano.attention import Step
 from tools.train_nano.batches import Mix, Part, Supply, make_batch
 from tools.train_nano.files import load_state, save_state, write_checkpoint
 from tools.train_nano.forward import forward
-from tools.train_nano.fused import Fused
+from tools.train_nano.functions import mix
 from tools.train_nano.loop import Pace, Trainer
-from tools.train_nano.masters import Learner, Masters, learner, stored_format
+from tools.train_nano.masters import Learner, Masters, learner
 from tools.train_nano.optimiser import Optimiser, Rates, orthogonalised
 from tools.train_nano.passes import Passes
 from tools.train_nano.plot import write_plot
-from tools.train_nano.rows import Numerics, mhc_mix
+from tools.train_nano.rows import Numerics
 from tools.train_nano.schedule import Phase, Schedule
-from tools.train_nano.train import NANO, cut_down
+from tools.train_nano.train import cut_down
 
 CPU = torch.device("cpu")
 LENGTH, ROWS = 48, 3
@@ -58,7 +59,7 @@ SCHEDULE = Schedule(
 
 
 def new_masters() -> Masters:
-    config = cut_down(ModelConfig.from_path(NANO))
+    config = cut_down(ModelConfig.from_path(nano_path()))
     classes = np.arange(config.text_config.vocab_size) % config.text_config.engram_compressed_vocab_size
     masters = Masters(config, classes, CPU, torch.float32)
     masters.initialise(0)
@@ -73,7 +74,7 @@ def new_trainer(folder: Path, steps: int) -> Trainer:
         optimiser,
         SCHEDULE,
         Supply(Copies, workers=0),
-        Passes(masters, optimiser, Fused(), graphs=False, say=lambda line: None),
+        Passes(masters, optimiser, graphs=False, say=lambda line: None),
         total=steps,
         in_steps=True,
         log=folder / "log.jsonl",
@@ -114,12 +115,6 @@ def test_gradients_reach_every_master(sparse: bool) -> None:
     assert len(step.index_losses) == 4
 
 
-def test_every_master_has_its_stored_format() -> None:
-    masters = new_masters()
-    write = {name: stored_format(name) for name in masters.named()}
-    assert len(write) == len(masters.named()) > 100
-
-
 @pytest.mark.parametrize("streams", [2, 4])
 def test_sinkhorn_gradient(streams: int) -> None:
     """The gradient of the limit is that of many rounds."""
@@ -130,8 +125,7 @@ def test_sinkhorn_gradient(streams: int) -> None:
     base = torch.randn((2 + streams) * streams)
     scale = torch.ones(3, requires_grad=True)
     direction = torch.randn(rows, streams, streams)
-    numerics = Numerics(torch.float32, weights=False, activations=False)
-    found = mhc_mix(numerics, x, fn, scale, base, 20, 1e-6, 1e-20)
+    found = mix(x, fn, scale, base, 20, 1e-6, 1e-20)
     (gradient,) = torch.autograd.grad((found[2] * direction).sum(), scale)
     flat = x.flatten(1)
     mixes = flat @ fn.t() * torch.rsqrt(flat.square().mean(1, keepdim=True))
@@ -180,7 +174,7 @@ def test_resumed_equals_uninterrupted(tmp_path: Path) -> None:
 
 def test_the_checkpoint_answers(tmp_path: Path) -> None:
     masters = new_masters()
-    write_checkpoint(masters, tmp_path / "nano", NANO)
+    write_checkpoint(masters, tmp_path / "nano", nano_path())
     with Engine(EngineConfig(model=tmp_path / "nano", device="cpu", graphs="off", kv_tokens=512)) as engine:
         (answer,) = engine.generate(
             [[{"role": "user", "content": "Hello"}]], SamplingParams(max_tokens=3, ignore_eos=True)

@@ -7,11 +7,11 @@ import numpy.typing as npt
 import torch
 
 from octavo.model.config import ModelConfig
+from octavo.model.packaged import nano_path
 from tools.train_nano.attention import QUERY_BLOCK
 from tools.train_nano.batches import Mix, Part, make_batch
 from tools.train_nano.loop import answers_right
 from tools.train_nano.schedule import Phase, Schedule, full_schedule
-from tools.train_nano.train import NANO
 
 MIX = Mix(8, (Part("a", 2, 0.75), Part("b", 1, 0.25)))
 SCHEDULE = Schedule(
@@ -71,7 +71,7 @@ def test_a_batch() -> None:
 
 def test_the_full_schedule_fits_the_model() -> None:
     """All lengths are ones that attention takes and that the model was made for; later phases are not easier."""
-    config = ModelConfig.from_path(NANO)
+    config = ModelConfig.from_path(nano_path())
     lengths = [max(mix.length for turn in phase.steps for mix in turn) for phase in full_schedule().phases]
     assert lengths == sorted(lengths) and lengths[-1] == 4096
     assert all(length <= QUERY_BLOCK or length % QUERY_BLOCK == 0 for length in lengths)

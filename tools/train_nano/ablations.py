@@ -44,8 +44,9 @@ class Ablation:
     """Keys of the text configuration that change."""
 
 
-def ablations(text_config: dict[str, Any]) -> list[Ablation]:
-    """All of them, for a model with this ``text_config``."""
+def ablations(model: Path) -> list[Ablation]:
+    """All of them, for the checkpoint in the directory ``model``."""
+    text_config = json.loads((model / "config.json").read_text(encoding="utf-8"))["text_config"]
 
     def of(name: str, suite: str, breaks: dict[str, Break], **changes: Any) -> Ablation:
         return Ablation(name, suite, breaks, changes)
@@ -68,22 +69,13 @@ def ablations(text_config: dict[str, Any]) -> list[Ablation]:
 
 def _random(select: Function) -> Function:
     """As many entries as there should be, any of the visible ones."""
-
-    def broken(
-        query: Tensor, weights: Tensor, keys: Tensor, table: Tensor, slots: Tensor, positions: Tensor, *rest: Any
-    ) -> Tensor:
-        chosen: Tensor = select(query, weights, keys, table, slots, positions, *rest)
-        return _any_of(visible_entries(positions, ratio_of(keys)), chosen)
-
-    return broken
+    return lambda *given: _any_of(_visible(given), select(*given))
 
 
 def _random_first(select: Function) -> Function:
-    def broken(
-        query: Tensor, weights: Tensor, keys: Tensor, table: Tensor, slots: Tensor, positions: Tensor, *rest: Any
-    ) -> tuple[Tensor, Tensor]:
-        chosen, candidates = select(query, weights, keys, table, slots, positions, *rest)
-        return _any_of(visible_entries(positions, ratio_of(keys)), chosen), candidates
+    def broken(*given: Any) -> tuple[Tensor, Tensor]:
+        chosen, candidates = select(*given)
+        return _any_of(_visible(given), chosen), candidates
 
     return broken
 
@@ -91,15 +83,17 @@ def _random_first(select: Function) -> Function:
 def _wrong_candidates(select: Function) -> Function:
     """As many blocks as there should be, any of the visible ones."""
 
-    def broken(
-        query: Tensor, weights: Tensor, keys: Tensor, table: Tensor, slots: Tensor, positions: Tensor, *rest: Any
-    ) -> tuple[Tensor, Tensor]:
-        chosen, candidates = select(query, weights, keys, table, slots, positions, *rest)
-        block_size = rest[-1]
-        blocks = -(-visible_entries(positions, ratio_of(keys)) // block_size)
-        return chosen, _any_of(blocks, candidates)
+    def broken(*given: Any) -> tuple[Tensor, Tensor]:
+        chosen, candidates = select(*given)
+        return chosen, _any_of(-(-_visible(given) // given[-1]), candidates)
 
     return broken
+
+
+def _visible(given: tuple[Any, ...]) -> Tensor:
+    """Entries that each row sees, from the arguments of a selection."""
+    keys, positions = given[2], given[5]
+    return visible_entries(positions, ratio_of(keys))
 
 
 def _any_of(count: Tensor, like: Tensor) -> Tensor:
@@ -179,7 +173,7 @@ def accuracy(model: Path, suite: str, items: int, device: str, ablation: Ablatio
     """Share of right answers, with a part broken or whole."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         if ablation is not None and ablation.text_config:
-            model = _changed_model(model, Path(folder) / "model", ablation.text_config)
+            model = changed_model(model, Path(folder) / "model", ablation.text_config)
         config = EngineConfig(model=model, device=device, graphs="off", max_requests=64, kv_tokens=300_000)
         engine = stack.enter_context(Engine(config))
         if ablation is not None:
@@ -188,9 +182,9 @@ def accuracy(model: Path, suite: str, items: int, device: str, ablation: Ablatio
         return run_suite(engine, questions).accuracy
 
 
-def _changed_model(model: Path, folder: Path, changes: dict[str, Any]) -> Path:
-    shutil.copytree(model, folder)
-    (folder / "config.json").chmod(0o644)
+def changed_model(model: Path, folder: Path, changes: dict[str, Any]) -> Path:
+    """A copy of a checkpoint in the new directory ``folder``, with keys of its text configuration changed."""
+    shutil.copytree(model, folder, copy_function=shutil.copyfile)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config["text_config"] |= changes
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -199,13 +193,12 @@ def _changed_model(model: Path, folder: Path, changes: dict[str, Any]) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, default=nano_path())
-    parser.add_argument("--items", type=int, default=100)
+    parser.add_argument("--model", type=Path, default=nano_path(), help="Directory of a checkpoint of octavo-nano.")
+    parser.add_argument("--items", type=int, default=100, help="Questions of each line, at least 1.")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="Also write the table to this JSON file.")
     options = parser.parse_args()
-    text_config = json.loads((options.model / "config.json").read_text(encoding="utf-8"))["text_config"]
-    found = ablations(text_config)
+    found = ablations(options.model)
     whole = {
         suite: accuracy(options.model, suite, options.items, options.device)
         for suite in dict.fromkeys(each.suite for each in found)

@@ -16,7 +16,7 @@ from torch.nn import functional
 from octavo.errors import UsageError
 from octavo.kernels.select import best_blocks, candidate_mask
 from tools.train_nano.formats import Format
-from tools.train_nano.fused import rms
+from tools.train_nano.functions import rms, turn
 from tools.train_nano.rows import Numerics
 
 QUERY_BLOCK = 256
@@ -96,7 +96,7 @@ def publish(
 
     def turned(x: Tensor) -> Tensor:
         """x [B, N, C] by entry."""
-        return numerics.fused.turn(x.transpose(0, 1), cosine, sine, False).transpose(0, 1)
+        return turn(x.transpose(0, 1), cosine, sine, False).transpose(0, 1)
 
     key = functional.linear(compressed.detach(), numerics.weight(wk, Format.BF16))
     key = rms(key, numerics.weight(k_norm, Format.BF16), epsilon)

@@ -7,25 +7,17 @@ large share of common words and word pairs (Jaccard), of the whole prompt or of 
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import re
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from octavo.runtime.suites import arithmetic, facts, recall
-from octavo.runtime.suites.base import Item, Split
+from octavo.runtime.suites.base import Item
+from octavo.runtime.suites.registry import SUITES
 
-SUITES: dict[str, Callable[[int, int, Split], Item]] = {
-    "arithmetic": arithmetic.item,
-    "recall@1k": functools.partial(recall.item, tokens=1000),
-    "recall@4k": functools.partial(recall.item, tokens=4000),
-    "trace@1k": functools.partial(recall.item, tokens=1000, traced=True),
-    "facts": facts.item,
-}
 BUCKETS = 4096
 """Columns that words and word pairs are hashed to."""
 END = 16

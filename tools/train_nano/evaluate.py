@@ -5,13 +5,12 @@ That is the accuracy of a greedy run that has to give the same answer token by t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from octavo.runtime.suites import arithmetic, facts, recall
-from octavo.runtime.suites.base import Item
+from octavo.runtime.suites.registry import SUITES
 from octavo.runtime.tokenizer import Tokenizer
 from tools.train_nano.attention import Step
 from tools.train_nano.forward import forward
@@ -23,13 +22,6 @@ from tools.train_nano.sdpa import fused_attention
 
 _ROW_TOKENS = 256
 _BATCH_TOKENS = 32768
-SUITES: dict[str, Callable[[int, int], Item]] = {
-    "arithmetic": arithmetic.item,
-    "facts": facts.item,
-    "recall@1k": lambda seed, index: recall.item(seed, index, tokens=1000),
-    "recall@4k": lambda seed, index: recall.item(seed, index, tokens=4000),
-}
-"""``(seed, index) -> Item``."""
 
 
 def held_out(tokenizer: Tokenizer, suite: str, seed: int, count: int) -> list[Conversation]:

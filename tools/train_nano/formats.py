@@ -7,7 +7,6 @@ spec/model.md 2 and 3.0.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -99,20 +98,16 @@ def _scaled(codes: Tensor, scale: Tensor) -> Tensor:
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, form: Format, dtype: torch.dtype, rounding: Callable[[Tensor, Format], Tensor]
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, form: Format, dtype: torch.dtype) -> Tensor:
         ctx.dtype = x.dtype
-        return rounding(x, form).to(dtype)
+        return rounded(x, form).to(dtype)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return gradients[0].to(ctx.dtype), None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return gradients[0].to(ctx.dtype), None, None
 
 
-def straight_through(
-    x: Tensor, form: Format, dtype: torch.dtype, rounding: Callable[[Tensor, Format], Tensor] = rounded
-) -> Tensor:
+def straight_through(x: Tensor, form: Format, dtype: torch.dtype) -> Tensor:
     """``x`` rounded through ``form``, in ``dtype``; its gradient is that of the identity."""
-    result: Tensor = _StraightThrough.apply(x, form, dtype, rounding)  # type: ignore[no-untyped-call]
+    result: Tensor = _StraightThrough.apply(x, form, dtype)  # type: ignore[no-untyped-call]
     return result

@@ -1,20 +1,16 @@
-"""Functions of tensors alone that a compiler can turn into one kernel each; plain calls where there is none.
+"""Differentiable functions of tensors alone, in few launches: norms, streams, the Engram gate, rotation.
 
-Streams are the widest tensors of the model, and eager PyTorch passes over them many times; ``torch.compile`` passes
-once. Shapes as in ``octavo.kernels``: R rows, S streams, D hidden size.
+Streams are the widest tensors of the model, so passes over them are what a step waits for. Shapes as in
+``octavo.kernels``: R rows, S streams, D hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-
-from tools.train_nano.formats import Format, rounded
 
 
 def rms(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -140,31 +136,3 @@ def turn(x: Tensor, cosine: Tensor, sine: Tensor, inverse: bool) -> Tensor:
     real, imaginary = last.float().unflatten(-1, (-1, 2)).unbind(-1)
     turned = torch.stack((real * cosine - imaginary * sine, real * sine + imaginary * cosine), dim=-1).flatten(-2)
     return torch.cat((kept, turned.to(x.dtype)), dim=-1)
-
-
-@dataclass(frozen=True, slots=True)
-class Fused:
-    """One implementation of each of the functions above."""
-
-    mix: Callable[..., tuple[Tensor, Tensor, Tensor]] = mix
-    collapse: Callable[..., Tensor] = collapse
-    expand: Callable[..., Tensor] = expand
-    gate: Callable[..., Tensor] = gate
-    turn: Callable[..., Tensor] = turn
-    rounded: Callable[[Tensor, Format], Tensor] = rounded
-
-
-def compiled() -> Fused:
-    """The same, compiled for every shape that is met; needs Triton and a C compiler on the machine."""
-
-    def compile_it(function: Any) -> Any:
-        return torch.compile(function, dynamic=False)
-
-    return Fused(
-        mix=compile_it(mix),
-        collapse=compile_it(collapse),
-        expand=compile_it(expand),
-        gate=compile_it(gate),
-        turn=compile_it(turn),
-        rounded=compile_it(rounded),
-    )

@@ -18,26 +18,30 @@ from octavo import kernels
 from tools.train_nano import attention, rows
 from tools.train_nano.attention import Step
 from tools.train_nano.formats import Format
-from tools.train_nano.fused import look_up
+from tools.train_nano.functions import expand, look_up, mix
 
 _INTEGER = frozenset(kernels.OPERATORS[name].overload for name in ("token_classes", "engram_hash"))
 """Operators on integers: there is nothing to differentiate, so the engine's own run."""
 
-_BY_ROW: Mapping[str, Callable[..., Any]] = {
+_PLAIN: Mapping[str, Callable[..., Any]] = {
+    "mhc_mix": mix,
+    "mhc_expand": expand,
+    "stream_mean": lambda streams: streams.mean(1),
+    "combine": torch.add,
+}
+"""Operators in which nothing is rounded that training rounds."""
+_ROUNDED: Mapping[str, Callable[..., Any]] = {
     "linear_f32": rows.linear_f32,
     "grouped_linear": rows.grouped_linear,
     "rms_norm": rows.rms_norm,
-    "mhc_mix": rows.mhc_mix,
     "mhc_collapse": rows.mhc_collapse,
-    "mhc_expand": rows.mhc_expand,
-    "stream_mean": rows.stream_mean,
     "rotate": rows.rotate,
     "window_latent": rows.window_latent,
     "index_query": rows.index_query,
     "shared_expert": rows.shared_expert,
-    "combine": rows.combine,
     "engram_gate": rows.engram_gate,
 }
+"""Those that act on each row alone."""
 
 
 class TrainingOperators(TorchFunctionMode):
@@ -46,15 +50,16 @@ class TrainingOperators(TorchFunctionMode):
     def __init__(self, step: Step) -> None:
         super().__init__()
         self.step = step
-        numerics = step.numerics
-        self._table: dict[Any, Callable[..., Any]] = {
-            kernels.OPERATORS[name].overload: _with_numerics(function, numerics) for name, function in _BY_ROW.items()
+        by_name = dict(_PLAIN)
+        by_name |= {name: functools.partial(function, step.numerics) for name, function in _ROUNDED.items()}
+        by_name |= {
+            method.__name__.removeprefix("_"): _by_keyword(method)
+            for method in (
+                *(self._linear_f8, self._linear, self._experts, self._publish, self._select),
+                *(self._select_candidates, self._attend, self._commit_window, self._engram_lookup, self._embed_tokens),
+            )
         }
-        for method in (
-            *(self._linear_f8, self._linear, self._experts, self._publish, self._select, self._select_candidates),
-            *(self._attend, self._commit_window, self._engram_lookup, self._embed_tokens),
-        ):
-            self._table[kernels.OPERATORS[method.__name__.removeprefix("_")].overload] = method
+        self._table = {kernels.OPERATORS[name].overload: function for name, function in by_name.items()}
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -66,9 +71,7 @@ class TrainingOperators(TorchFunctionMode):
             raise NotImplementedError(f"{func}: no differentiable counterpart in tools/train_nano")
         return func(*args, **(kwargs or {}))
 
-    def _own(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Input of a matrix; what belongs to the indexer passes no gradient on."""
-        return x.detach() if id(weight) in self.step.learned else x
+    # The following take their operator's arguments by name, and leave out those that only pools and batches need.
 
     def _linear_f8(self, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
         return rows.linear_f8(self.step.numerics, self._own(x, weight), weight, scale)
@@ -76,78 +79,39 @@ class TrainingOperators(TorchFunctionMode):
     def _linear(self, x: Tensor, weight: Tensor) -> Tensor:
         return rows.linear(self.step.numerics, self._own(x, weight), weight)
 
+    def _own(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Input of a matrix; what belongs to the indexer passes no gradient on."""
+        return x.detach() if id(weight) in self.step.learned else x
+
     def _experts(
         self,
         x: Tensor,
-        live: Tensor,
-        image: Tensor,
         gate: Tensor,
         bias: Tensor,
-        bias_vl: Tensor | None,
         w1: Tensor,
-        s1: Tensor,
         w2: Tensor,
-        s2: Tensor,
         w3: Tensor,
-        s3: Tensor,
-        first: int,
         top_k: int,
         route_scale: float,
         limit: float,
+        **_: Any,
     ) -> Tensor:
         numerics = self.step.numerics
         weights = rows.route(x, numerics.weight(gate, Format.BF16, torch.float32), bias, top_k, route_scale)
         self.step.loads.append((weights.detach() > 0).float().sum(0))
         return rows.routed_experts(numerics, x, weights, w1, w2, w3, limit)
 
-    def _publish(
-        self,
-        values: Tensor,
-        gates: Tensor | None,
-        norm: Tensor,
-        wk: Tensor,
-        k_norm: Tensor,
-        frequencies: Tensor,
-        write_slots: Tensor,
-        write_positions: Tensor,
-        write_starts: Tensor,
-        page_table: Tensor,
-        entries: Tensor,
-        keys: Tensor,
-        pending: Tensor | None,
-        epsilon: float,
-    ) -> None:
-        attention.publish(self.step, values, gates, norm, wk, k_norm, frequencies, int(entries), epsilon)
+    def _publish(self, entries: Tensor, **given: Any) -> None:
+        wanted = ("values", "gates", "norm", "wk", "k_norm", "frequencies", "epsilon")
+        attention.publish(self.step, source=int(entries), **{name: given[name] for name in wanted})
 
-    def _select(
-        self,
-        query: Tensor,
-        weights: Tensor,
-        keys: Tensor,
-        page_table: Tensor,
-        slots: Tensor,
-        positions: Tensor,
-        candidates: Tensor | None,
-        scale: float,
-        top_k: int,
-        block_size: int,
-    ) -> Tensor | None:
-        return attention.select(self.step, query, weights, int(keys), candidates, scale, top_k)
+    def _select(self, keys: Tensor, **given: Any) -> Tensor | None:
+        wanted = ("query", "weights", "candidates", "scale", "top_k")
+        return attention.select(self.step, source=int(keys), **{name: given[name] for name in wanted})
 
-    def _select_candidates(
-        self,
-        query: Tensor,
-        weights: Tensor,
-        keys: Tensor,
-        page_table: Tensor,
-        slots: Tensor,
-        positions: Tensor,
-        scale: float,
-        top_k: int,
-        top_blocks: int,
-        block_size: int,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        return attention.select_candidates(self.step, query, weights, int(keys), scale, top_k, top_blocks, block_size)
+    def _select_candidates(self, keys: Tensor, **given: Any) -> tuple[Tensor | None, Tensor | None]:
+        wanted = ("query", "weights", "scale", "top_k", "top_blocks", "block_size")
+        return attention.select_candidates(self.step, source=int(keys), **{name: given[name] for name in wanted})
 
     def _attend(
         self,
@@ -155,27 +119,29 @@ class TrainingOperators(TorchFunctionMode):
         latents: Tensor,
         ring: Tensor,
         sink: Tensor,
-        slots: Tensor,
-        positions: Tensor,
-        write_slots: Tensor,
-        write_positions: Tensor,
-        write_starts: Tensor,
-        page_table: Tensor,
         entries: Tensor | None,
         selected: Tensor | None,
+        **_: Any,
     ) -> Tensor:
         source = None if entries is None else int(entries)
         return attention.attend(self.step, query, latents, ring.shape[1], sink, source, selected)
 
-    def _commit_window(self, ring: Tensor, latents: Tensor, write_slots: Tensor, write_positions: Tensor) -> None:
+    def _commit_window(self, **_: Any) -> None:
         return None
 
-    def _embed_tokens(self, ids: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    def _embed_tokens(self, ids: Tensor, weight: Tensor, **_: Any) -> Tensor:
         return look_up(self.step.numerics.weight(weight, Format.BF16), ids)
 
-    def _engram_lookup(self, table: Tensor, scale: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
-        return look_up(self.step.numerics.weight(table, Format.F8_ROWS), index).flatten(1)
+    def _engram_lookup(self, table: Tensor, rows: Tensor, **_: Any) -> Tensor:
+        return look_up(self.step.numerics.weight(table, Format.F8_ROWS), rows).flatten(1)
 
 
-def _with_numerics(function: Callable[..., Any], numerics: rows.Numerics) -> Callable[..., Any]:
-    return functools.partial(function, numerics)
+def _by_keyword(method: Callable[..., Any]) -> Callable[..., Any]:
+    """``method`` called like the operator that it stands for, with every argument by its name in the schema."""
+    schema = kernels.OPERATORS[method.__name__.removeprefix("_")].overload._schema
+    names = [argument.name for argument in schema.arguments]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return method(**dict(zip(names, args, strict=False)), **kwargs)
+
+    return call

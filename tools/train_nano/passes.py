@@ -17,7 +17,6 @@ from torch.nn import functional
 from tools.train_nano.attention import Step
 from tools.train_nano.batches import Batch
 from tools.train_nano.forward import forward
-from tools.train_nano.fused import Fused
 from tools.train_nano.masters import Masters
 from tools.train_nano.optimiser import Optimiser
 from tools.train_nano.rows import Numerics
@@ -57,12 +56,11 @@ class Passes:
         self,
         masters: Masters,
         optimiser: Optimiser,
-        fused: Fused,
         *,
         graphs: bool,
         say: Callable[[str], None],
     ) -> None:
-        self._masters, self._fused, self._say = masters, fused, say
+        self._masters, self._say = masters, say
         self._learning = optimiser.learning
         self._learned = masters.indexer_ids()
         self._device = next(masters.parameters()).device
@@ -90,7 +88,7 @@ class Passes:
         return known.replay(batch)
 
     def _compute(self, batch: Batch, way: Way) -> Results:
-        numerics = Numerics(self._masters.dtype, weights=way.rounded, activations=way.rounded, fused=self._fused)
+        numerics = Numerics(self._masters.dtype, weights=way.rounded, activations=way.rounded)
         rows, length = batch.ids.shape
         step = Step(numerics, rows, length, way.sparse, batch.samples, self._learned)
         with fused_attention():

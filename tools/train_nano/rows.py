@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tools.train_nano.formats import Format, straight_through
-from tools.train_nano.fused import Fused, rms
+from tools.train_nano.functions import collapse, gate, rms, turn
 
 
 @dataclass
@@ -26,7 +26,6 @@ class Numerics:
     """Round weights to their stored formats."""
     activations: bool
     """Round activations where the specification does: linear inputs, latents, entries, index queries and keys."""
-    fused: Fused = field(default_factory=Fused)
     _prepared: dict[int, Tensor] = field(default_factory=dict)
     _angles: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
     """Cosine, sine and the positions they belong to, which are kept so that their ``id`` is theirs alone."""
@@ -36,13 +35,11 @@ class Numerics:
         key = id(master)
         if key not in self._prepared:
             dtype = self.dtype if dtype is None else dtype
-            self._prepared[key] = straight_through(
-                master, form if self.weights else Format.F32, dtype, self.fused.rounded
-            )
+            self._prepared[key] = straight_through(master, form if self.weights else Format.F32, dtype)
         return self._prepared[key]
 
     def activation(self, x: Tensor, form: Format) -> Tensor:
-        return straight_through(x, form, x.dtype, self.fused.rounded) if self.activations else x
+        return straight_through(x, form, x.dtype) if self.activations else x
 
     def angles(self, positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine of positions [...] times frequencies [c]: [..., c] F32."""
@@ -80,24 +77,20 @@ def rms_norm(numerics: Numerics, x: Tensor, weight: Tensor, epsilon: float) -> T
     return rms(x, numerics.weight(weight, Format.BF16), epsilon)
 
 
-def stream_mean(numerics: Numerics, streams: Tensor) -> Tensor:
-    return streams.mean(1)
-
-
 def rotate(numerics: Numerics, x: Tensor, positions: Tensor, frequencies: Tensor, inverse: bool) -> Tensor:
-    return numerics.fused.turn(x, *numerics.angles(positions, frequencies), inverse)
+    return turn(x, *numerics.angles(positions, frequencies), inverse)
 
 
 def window_latent(
     numerics: Numerics, x: Tensor, weight: Tensor, positions: Tensor, frequencies: Tensor, epsilon: float
 ) -> Tensor:
     normed = rms_norm(numerics, x, weight, epsilon)
-    turned = numerics.fused.turn(normed, *numerics.angles(positions, frequencies), False)
+    turned = turn(normed, *numerics.angles(positions, frequencies), False)
     return numerics.activation(turned, Format.Q8)
 
 
 def index_query(numerics: Numerics, x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
-    turned = numerics.fused.turn(x, *numerics.angles(positions, frequencies), False)
+    turned = turn(x, *numerics.angles(positions, frequencies), False)
     return numerics.activation(turned, Format.Q4MX)
 
 
@@ -142,10 +135,6 @@ def route(x: Tensor, gate: Tensor, bias: Tensor, top_k: int, route_scale: float)
     return kept / (kept.sum(1, keepdim=True) + 1e-20) * route_scale
 
 
-def combine(numerics: Numerics, reduced: Tensor, shared: Tensor) -> Tensor:
-    return reduced + shared
-
-
 def engram_gate(
     numerics: Numerics,
     streams: Tensor,
@@ -156,25 +145,8 @@ def engram_gate(
     epsilon: float,
 ) -> Tensor:
     both = numerics.weight(q_weight, Format.BF16) * numerics.weight(k_weight, Format.BF16)
-    return numerics.fused.gate(streams, projected, both, epsilon)
-
-
-def mhc_mix(
-    numerics: Numerics,
-    streams: Tensor,
-    fn: Tensor,
-    scale: Tensor,
-    base: Tensor,
-    iterations: int,
-    epsilon: float,
-    norm_epsilon: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return numerics.fused.mix(streams, fn, scale, base, iterations, epsilon, norm_epsilon)
+    return gate(streams, projected, both, epsilon)
 
 
 def mhc_collapse(numerics: Numerics, streams: Tensor, pre: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    return numerics.fused.collapse(streams, pre, numerics.weight(weight, Format.BF16), epsilon)
-
-
-def mhc_expand(numerics: Numerics, streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-    return numerics.fused.expand(streams, y, post, comb)
+    return collapse(streams, pre, numerics.weight(weight, Format.BF16), epsilon)

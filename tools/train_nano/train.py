@@ -15,21 +15,19 @@ import torch
 from octavo.errors import OctavoError
 from octavo.model.config import ModelConfig
 from octavo.model.engram_hash import engram_hashes
+from octavo.model.packaged import nano_path
 from octavo.model.token_classes import token_map
 from octavo.runtime.tokenizer import Tokenizer
 from tools.train_nano import evaluate
 from tools.train_nano.batches import Supply
 from tools.train_nano.corpus import Corpus
 from tools.train_nano.files import load_state, save_masters, save_state, write_checkpoint
-from tools.train_nano.fused import Fused, compiled
 from tools.train_nano.loop import Pace, Trainer
 from tools.train_nano.masters import Masters
 from tools.train_nano.optimiser import Optimiser, Rates
 from tools.train_nano.passes import Passes
 from tools.train_nano.plot import write_plot
 from tools.train_nano.schedule import Schedule, cut_down_schedule, full_schedule
-
-NANO = Path(__file__).parents[2] / "octavo" / "model" / "data" / "nano"
 
 
 def main() -> int:
@@ -41,7 +39,6 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=6, help="Processes that make batches; 0: none.")
-    parser.add_argument("--compile", action="store_true", help="Fuse row functions with torch.compile.")
     parser.add_argument("--eager", action="store_true", help="No CUDA graphs.")
     parser.add_argument("--cut-down", action="store_true", help="A small model and short rows, for a CPU.")
     parser.add_argument("--kinds", default="recall,arithmetic", help="With --cut-down.")
@@ -64,8 +61,8 @@ def _run(options: argparse.Namespace) -> None:
     began = time.perf_counter()
     device = torch.device(options.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    config = ModelConfig.from_path(NANO)
-    tokenizer = Tokenizer.from_checkpoint(NANO, config)
+    config = ModelConfig.from_path(nano_path())
+    tokenizer = Tokenizer.from_checkpoint(nano_path(), config)
     if options.cut_down:
         config = cut_down(config)
     schedule: Schedule = (
@@ -86,8 +83,7 @@ def _run(options: argparse.Namespace) -> None:
     optimiser = Optimiser(masters, rates)
     total = options.minutes * 60
     say = functools.partial(print, flush=True)
-    fused = compiled() if options.compile else Fused()
-    passes = Passes(masters, optimiser, fused, graphs=not options.eager, say=say)
+    passes = Passes(masters, optimiser, graphs=not options.eager, say=say)
     pace = Pace(samples=64, log_steps=10) if options.cut_down else Pace()
     log = out / "log.jsonl"
     trainer = Trainer(masters, optimiser, schedule, supply, passes, total=total, log=log, pace=pace, say=say)
@@ -112,7 +108,7 @@ def _finish(trainer: Trainer, tokenizer: Tokenizer, out: Path, options: argparse
     print(f"{progress.step} steps, {progress.tokens / 1e6:.1f} M tokens, {progress.seconds:.1f} s of training")
     if trainer.masters.model.head.weight.is_cuda:
         print(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
-    write_checkpoint(masters, out / "checkpoint", NANO)
+    write_checkpoint(masters, out / "checkpoint", nano_path())
     write_plot(out / "log.jsonl", out / "loss.svg")
     if options.eval_items:
         sizes = {"arithmetic": 1, "facts": 1, "recall@1k": 1, "recall@4k": 4}
@@ -126,8 +122,8 @@ def _finish(trainer: Trainer, tokenizer: Tokenizer, out: Path, options: argparse
 
 def _source(seed: int) -> Corpus:
     """In a worker: a corpus of its own."""
-    config = ModelConfig.from_path(NANO)
-    return Corpus(Tokenizer.from_checkpoint(NANO, config), seed=seed)
+    config = ModelConfig.from_path(nano_path())
+    return Corpus(Tokenizer.from_checkpoint(nano_path(), config), seed=seed)
 
 
 def cut_down(config: ModelConfig) -> ModelConfig:

@@ -18,15 +18,13 @@ from random import Random
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 
-import octavo.model
-from octavo.model.packaged import packaged_file
+from octavo.model.packaged import nano_path, packaged_file
 from octavo.runtime.suites import arithmetic, facts, recall, words
 from octavo.runtime.tokenizer import BEGIN_OF_SENTENCE, END_OF_SENTENCE, IMAGE
 from tools.train_nano import english
 
 VOCABULARY = 2048
 """Ids in all."""
-FOLDER = Path(octavo.model.__file__).parent / "data" / "nano"
 PAD = "<\uff5c\u2581pad\u2581\uff5c>"
 FIRST = (BEGIN_OF_SENTENCE, END_OF_SENTENCE, PAD)
 """Ids 0, 1 and 2."""
@@ -125,7 +123,7 @@ def configuration() -> dict[str, object]:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else nano_path()
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = train()
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from types import MappingProxyType
+from typing import Protocol
 
 from octavo.errors import UsageError
 from octavo.runtime.suites import arithmetic, facts, recall
-from octavo.runtime.suites.base import Item
+from octavo.runtime.suites.base import Item, Split
 
-SUITES = MappingProxyType[str, Callable[[int, int], Item]](
+
+class MakeItem(Protocol):
+    """Item number ``index`` of the stream ``seed``, on one side of the split."""
+
+    def __call__(self, seed: int, index: int, side: Split = "evaluate") -> Item: ...
+
+
+SUITES = MappingProxyType[str, MakeItem](
     {
         "arithmetic": arithmetic.item,
         "recall@1k": functools.partial(recall.item, tokens=1000),
@@ -19,13 +26,13 @@ SUITES = MappingProxyType[str, Callable[[int, int], Item]](
         "facts": facts.item,
     }
 )
-"""Item of (seed, index), held out from training."""
+"""What asks the items of each suite."""
 GROUPS = MappingProxyType({"recall": ("recall@1k", "recall@4k")})
 """Names for several suites at once."""
 
 
-def item_of(name: str, thinking: bool) -> Callable[[int, int], Item]:
-    """Item of (seed, index), as it is asked of a model that thinks first or does not."""
+def item_of(name: str, thinking: bool) -> MakeItem:
+    """The suite as it is asked of a model that thinks first or does not."""
     make = SUITES[name]
     if thinking and isinstance(make, functools.partial) and make.func is recall.item:
         return functools.partial(make, start=recall.THINKING_START)
