@@ -30,4 +30,6 @@ esac
 venv/bin/octavo checkpoint init --preset mini model --seed 0
 venv/bin/octavo generate --model model --max-tokens 8 "Explain what an octavo is."
 venv/bin/octavo generate --no-thinking "Explain what an octavo is." | grep "^An octavo is a book"
+venv/bin/octavo graphs dump --out dump
+grep -q "octavo-nano" dump/report.html
 echo "package: $(basename dist/*.whl) works from outside the tree"
