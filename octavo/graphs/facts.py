@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.fx import Node
@@ -13,20 +13,20 @@ from torch.fx import Node
 from octavo.graphs.describe import dtype_name, operation_of, value_names
 from octavo.graphs.moves import Move, moves_of
 from octavo.kernels.operator import OPERATORS
-from octavo.passes.base import LAYER, Compilation, PassContext, operator_of, values_of
+from octavo.passes.base import LAYER, Compilation, PassContext, backend_of, operator_of, values_of
 from octavo.passes.breaks import PieceKind
 from octavo.passes.lower import Instruction, Source
 from octavo.passes.plan_buffers import INPUT_PIECE, Buffer
 from octavo.passes.split import SplitPiece
 
-SCHEMA = 1
+SCHEMA = 2
 """Of the report; raised when a field changes its meaning or goes away."""
 GENERATOR = "octavo graphs dump"
 Facts = dict[str, Any]
 
 
 def facts_of(compilation: Compilation, context: PassContext, buckets: Sequence[int]) -> Facts:
-    """Pieces, buffers, buckets and collectives of a lowered compilation, ready for JSON."""
+    """Pieces, regions, buffers, buckets and collectives of a lowered compilation, ready for JSON."""
     names = value_names(compilation)
     moves = moves_of(compilation, context)
     kinds = _kinds(compilation)
@@ -40,6 +40,7 @@ def facts_of(compilation: Compilation, context: PassContext, buckets: Sequence[i
         "backends": {name: context.backends.get(name, "reference") for name in sorted(OPERATORS)},
         "kinds": [_kind(name, members, compilation, pieces, regions) for name, members in kinds.items()],
         "pieces": pieces,
+        "regions": regions,
         "buffers": buffers,
         "storages": _storages(compilation, names),
         "collectives": [_collective(move) for move in moves],
@@ -61,9 +62,12 @@ def facts_of(compilation: Compilation, context: PassContext, buckets: Sequence[i
 
 
 def _plan_hash(facts: Facts) -> str:
-    """Equal on ranks that fit together. Digests are left out: they hold the number of a rank's first expert."""
-    kinds = [{key: value for key, value in kind.items() if key != "digest"} for kind in facts["kinds"]]
-    return hashlib.sha256(json.dumps(facts | {"kinds": kinds}, sort_keys=True).encode()).hexdigest()[:16]
+    """Equal on ranks that fit together. Digests and texts are left out: they may hold a rank's first expert."""
+    equal = {
+        what: [{key: value for key, value in each.items() if key not in ("digest", "text")} for each in facts[what]]
+        for what in ("kinds", "regions")
+    }
+    return hashlib.sha256(json.dumps(facts | equal, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _placement(context: PassContext) -> str:
@@ -155,33 +159,44 @@ def _updates(piece: SplitPiece, names: dict[str, str]) -> list[str]:
     return list(found)
 
 
-def _regions(compilation: Compilation) -> dict[str, str]:
-    """A name such as R1 for every kind of region, by its text."""
-    texts = dict.fromkeys(text for piece in compilation.pieces for text in piece.regions)
-    return {text: f"R{number}" for number, text in enumerate(texts, 1)}
+def _regions(compilation: Compilation) -> list[Facts]:
+    """Kinds of regions, in order of first appearance; each was traced as one and would be compiled once."""
+    kinds: dict[str, Facts] = {}
+    for piece in compilation.pieces:
+        for node in piece.piece.nodes:
+            text = piece.regions.get(node.name)
+            if text is None:
+                continue
+            known = operator_of(node)
+            assert known is not None
+            name = f"{known.name}.{backend_of(node).name}"
+            new: Facts = {"of": f"R{len(kinds) + 1}", "name": name, "count": 0, "layers": [], "text": text}
+            kind = kinds.setdefault(text, new)
+            kind["count"] += 1
+            if node.meta[LAYER] is not None and node.meta[LAYER] not in kind["layers"]:
+                kind["layers"].append(node.meta[LAYER])
+    return list(kinds.values())
 
 
-def _calls(piece: SplitPiece, regions: dict[str, str]) -> list[Facts]:
-    """Operators and regions (the runs between operators) in order; ``layer`` is a place among the piece's layers."""
+def _calls(piece: SplitPiece, regions: Mapping[str, str]) -> list[Facts]:
+    """What a piece computes, in order: operators, with the kind of those that are regions, and nodes between them.
+
+    ``layer`` is a place among the piece's layers, ``regions`` the names of kinds by text.
+    """
     calls: list[Facts] = []
-    place, found = 0, iter(piece.regions)
-    run: list[str] | None = None
+    place = 0
     for node in piece.piece.nodes:
         if node.meta[LAYER] is not None:
             place = piece.layers.index(node.meta[LAYER])
-        if operator_of(node) is not None:
-            run = None
-            calls.append({"layer": place, "operator": operation_of(node)})
-        elif _computes(node):
-            if run is None:
-                run = []
-                calls.append({"layer": place, "region": regions[next(found)], "nodes": run})
-            run.append(operation_of(node))
+        if _computes(node):
+            what = "operator" if operator_of(node) is not None else "node"
+            call: Facts = {"layer": place, what: operation_of(node)}
+            calls.append(call | {"region": regions[text]} if (text := piece.regions.get(node.name)) else call)
     return calls
 
 
 def _kind(
-    name: str, members: list[int], compilation: Compilation, pieces: list[Facts], regions: dict[str, str]
+    name: str, members: list[int], compilation: Compilation, pieces: list[Facts], regions: Sequence[Facts]
 ) -> Facts:
     first: Instruction = compilation.instructions[members[0]]
     piece: SplitPiece = compilation.pieces[members[0]]
@@ -205,7 +220,7 @@ def _kind(
         "why": _common_why(members, compilation, pieces),
         "nodes": len(nodes),
         "operators": dict(Counter(operation_of(node) for node in nodes)),
-        "calls": _calls(piece, regions),
+        "calls": _calls(piece, {region["text"]: region["of"] for region in regions}),
         "inputs": dict(counts),
         "buffer_bytes_in_per_row": bytes_by["buffer"],
         "buffer_bytes_out_per_row": sum(compilation.buffers[result].row_bytes for result in first.results),

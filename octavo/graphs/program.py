@@ -3,16 +3,21 @@
 Buffers are allocated once, at the largest bucket; every bucket works on slices of them, so addresses never change. At
 the first replay of each bucket the addresses of weights, pools and buffers are noted, and compared at every later one's
 start (:meth:`Program.check_addresses`). The loop knows nothing of the model.
+
+Its phases are methods: ``warm_up`` makes the buffers, ``capture`` turns segments into CUDA graphs where there is a GPU,
+``replay`` runs a step. A segment that is not captured is called in the same place, on the same buffers.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from octavo.graphs.cuda import Recorder
 from octavo.kernels.collectives import Communicator, gather_rows, shard_rows
 from octavo.passes.base import Compilation, GraphError, GraphInput, InputKind, operator_of
 from octavo.passes.breaks import PieceKind
@@ -30,6 +35,25 @@ class Bound:
     operands: tuple[Tensor, ...]
     results: tuple[Tensor, ...]
 
+    def run(self) -> None:
+        """Compute the results and copy them into their buffers."""
+        for place, value in zip(self.results, self.call(*self.operands), strict=True):
+            place.copy_(value)
+
+
+@dataclass(frozen=True, slots=True)
+class BucketCapture:
+    """What capturing one bucket took."""
+
+    bucket: int
+    segments: int
+    seconds: float
+    """Running it once and capturing it."""
+    pool_bytes: int
+    """By which the private pool grew; the largest bucket comes first, and smaller ones fit into what it left."""
+    graph_bytes: int
+    """Device memory of the graphs themselves."""
+
 
 class Program:
     """Instructions, the tensors they work on, and their state of readiness."""
@@ -41,8 +65,13 @@ class Program:
         buckets: tuple[int, ...],
         device: torch.device,
         communicator: Communicator | None = None,
+        calls: Mapping[int, Call] | None = None,
     ) -> None:
-        """``resident`` maps paths of weights, constants and pools to their tensors, which stay where they are."""
+        """``resident`` maps paths of weights, constants and pools to their tensors, which stay where they are.
+
+        ``calls`` are run in place of the modules of some instructions, by number: compiled forms of them.
+        """
+        self._calls = dict(calls or {})
         self.instructions: list[Instruction] = list(compilation.instructions)
         self.buffers: dict[str, Buffer] = dict(compilation.buffers)
         self.inputs: dict[str, GraphInput] = dict(compilation.inputs)
@@ -55,26 +84,71 @@ class Program:
             for name, entry in self.inputs.items()
             if entry.kind not in (InputKind.ROWS, InputKind.WRITES)
         }
-        sizes: dict[int, int] = {}
+        self._device = device
+        self._sizes: dict[int, int] = {}
+        """Bytes of every storage."""
         for buffer in self.buffers.values():
-            sizes[buffer.storage] = max(sizes.get(buffer.storage, 0), buffer.row_bytes * buckets[-1])
-        self._storages = {
-            storage: torch.zeros(size, dtype=torch.uint8, device=device) for storage, size in sizes.items()
-        }
+            size = buffer.row_bytes * buckets[-1]
+            self._sizes[buffer.storage] = max(self._sizes.get(buffer.storage, 0), size)
+        self._storages: dict[int, Tensor] = {}
         self._loaded = {name for name in self.buffers if name in self.inputs}
         self._bound: dict[int, list[Bound]] = {}
+        self._launches: dict[int, list[Callable[[], object]]] = {}
+        """What a replay calls: of each instruction a graph's launch, or its plain run."""
+        self.captures: list[BucketCapture] = []
         self._views: dict[int, dict[str, Tensor]] = {}
         self._addresses: dict[int, list[int]] = {}
 
     @property
     def buffer_bytes(self) -> int:
-        return sum(storage.numel() for storage in self._storages.values())
+        """Of static memory, as soon as the program is warm."""
+        return sum(self._sizes.values())
 
     def warm_up(self) -> None:
-        """Bind every bucket, largest first."""
+        """Make the buffers and bind every bucket to its slices of them, largest first."""
+        self._storages = {
+            storage: torch.zeros(size, dtype=torch.uint8, device=self._device) for storage, size in self._sizes.items()
+        }
         for bucket in reversed(self.buckets):
             self._views[bucket] = {name: self._view(buffer, bucket) for name, buffer in self.buffers.items()}
             self._bound[bucket] = [self._bind(instruction, bucket) for instruction in self.instructions]
+            self._launches[bucket] = [bound.run for bound in self._bound[bucket]]
+
+    def capture(self, recorder: Recorder, progress: Callable[[], None] | None = None) -> None:
+        """Turn the segments of every bucket into CUDA graphs, largest bucket first; ``progress`` after each.
+
+        Each bucket is run once before, so that kernels are compiled and workspaces exist, and replayed once after, so
+        that a graph that cannot be launched ends the start and not a request. Both on dead rows: no pool changes.
+        """
+        with recorder.session():
+            for bucket in reversed(self.buckets):
+                began = time.perf_counter()
+                torch.cuda.empty_cache()
+                pool, reserved = recorder.pool_bytes(), torch.cuda.memory_reserved()
+                free, _ = torch.cuda.mem_get_info()
+                self._load_dead(bucket)
+                for bound in self._bound[bucket]:
+                    bound.run()
+                launches = self._launches[bucket]
+                for place, (instruction, bound) in enumerate(zip(self.instructions, self._bound[bucket], strict=True)):
+                    if instruction.kind is PieceKind.SEGMENT:
+                        launches[place] = recorder.record(bound.run, instruction.title).replay
+                for launch in launches:
+                    launch()
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+                taken = free - torch.cuda.mem_get_info()[0]
+                self.captures.append(
+                    BucketCapture(
+                        bucket,
+                        sum(instruction.kind is PieceKind.SEGMENT for instruction in self.instructions),
+                        time.perf_counter() - began,
+                        recorder.pool_bytes() - pool,
+                        taken - (torch.cuda.memory_reserved() - reserved),
+                    )
+                )
+                if progress is not None:
+                    progress()
 
     def view(self, name: str, bucket: int) -> Tensor:
         """The slice of a buffer that a bucket works on."""
@@ -91,11 +165,15 @@ class Program:
             view[:live].copy_(value)
             view[live:].fill_(self.inputs[name].fill)
 
+    def launches(self, bucket: int) -> tuple[Callable[[], object], ...]:
+        """What a replay calls, one for each instruction in order: to time or trace some of them."""
+        return tuple(self._launches[bucket])
+
     def replay(self, bucket: int) -> tuple[Tensor, ...]:
         """Run all instructions -> the results of the program, slices of their buffers."""
         self.check_addresses(bucket)
-        for bound in self._bound[bucket]:
-            self._step(bound)
+        for launch in self._launches[bucket]:
+            launch()
         return tuple(self._views[bucket][name] for name in self.outputs)
 
     def run_eager(self, values: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
@@ -106,18 +184,22 @@ class Program:
             self._forget(instruction, live)
         return tuple(live[name] for name in self.outputs)
 
-    def compare(self, values: Mapping[str, Tensor], bucket: int) -> tuple[Tensor, ...]:
+    def compare(self, values: Mapping[str, Tensor], bucket: int, row_invariant: bool = True) -> tuple[Tensor, ...]:
         """Run eagerly and replayed, one instruction after another; raise GraphError at the first difference.
 
-        Live rows of every result and all pools that an instruction writes must be equal to the bit.
+        Results and all pools that an instruction writes must be equal to the bit. With ``row_invariant`` operators the
+        eager run sees the live rows alone; else it sees the same padded buffers, since other heights may sum in
+        another order.
         """
         live: dict[str, Tensor] = dict(values)
         self.load(values, bucket)
-        for instruction, bound in zip(self.instructions, self._bound[bucket], strict=True):
+        if not row_invariant:
+            live = {name: self._views[bucket][name] for name in values}
+        for place, instruction in enumerate(self.instructions):
             pools = {o.name: self._resident[o.name] for o in instruction.operands if o.source is Source.POOL}
             copies = {name: pool.clone() for name, pool in pools.items()}
             eager = self._eager(instruction, live, {**self._resident, **copies})
-            self._step(bound)
+            self._launches[bucket][place]()
             for name, value in eager.items():
                 replayed = self._views[bucket][name][: value.shape[0]]
                 self._expect_equal(instruction, name, value, replayed)
@@ -174,11 +256,9 @@ class Program:
             moved = [name for name, a, b in zip(names, first, now, strict=True) if a != b]
             raise GraphError(f"moved since the first replay: {', '.join(moved)}")
 
-    @staticmethod
-    def _step(bound: Bound) -> None:
-        values = bound.call(*bound.operands)
-        for place, value in zip(bound.results, values, strict=True):
-            place.copy_(value)
+    def _load_dead(self, bucket: int) -> None:
+        """A step without a live row."""
+        self.load({name: self._views[bucket][name][:0] for name in self._loaded}, bucket)
 
     def _view(self, buffer: Buffer, bucket: int) -> Tensor:
         shape = (bucket * buffer.rows_factor, *buffer.row_shape)
@@ -198,7 +278,7 @@ class Program:
     def _call_of(self, instruction: Instruction) -> Call:
         if instruction.kind is PieceKind.COLLECTIVE:
             return self._collective(instruction)
-        return instruction.module.forward
+        return self._calls.get(instruction.number, instruction.module.forward)
 
     def _collective(self, instruction: Instruction) -> Call:
         communicator = self._communicator

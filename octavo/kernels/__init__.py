@@ -5,6 +5,7 @@ Those that move rows between ranks (``collectives``) are inserted by the compile
 
 from __future__ import annotations
 
+from octavo.kernels import torch_backend
 from octavo.kernels.attend import attend, commit_window
 from octavo.kernels.embed import embed_tokens
 from octavo.kernels.engram import engram_gate, engram_hash, engram_lookup, token_classes
@@ -43,5 +44,6 @@ __all__ = [
     "shared_expert",
     "stream_mean",
     "token_classes",
+    "torch_backend",
     "window_latent",
 ]

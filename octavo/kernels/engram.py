@@ -131,6 +131,7 @@ def _engram_lookup(table: Tensor, scale: Tensor, rows: Tensor, dtype: torch.dtyp
     },
     results=(CARRIED,),
     source="spec/model.md 3.11",
+    compilable=True,
 )
 def engram_gate(
     streams: Tensor, projected: Tensor, image: Tensor, q_weight: Tensor, k_weight: Tensor, epsilon: float

@@ -66,7 +66,7 @@ def experts(
         numbers = torch.arange(first_expert, first_expert + w1.shape[0], device=x.device)[part]
         mine = chosen == numbers[:, None, None]
         weight = sum_in_order(list(torch.where(mine, weights, 0.0).unbind(2)))
-        outputs = _gated(
+        outputs = _expert(
             rounded,
             dequantise_f4_rows(w1[part], s1[part]),
             dequantise_f4_rows(w2[part], s2[part]),
@@ -120,7 +120,7 @@ def shared_expert(
 
     w1 and w3 [I, D], w2 [D, I] E4M3 with tile scales uint8.
     """
-    return _gated(
+    return _expert(
         round_q8(x), dequantise_tiles(w1, s1), dequantise_tiles(w2, s2), dequantise_tiles(w3, s3), limit, None
     )
 
@@ -132,9 +132,17 @@ def _shared_expert(
     return x.new_empty(x.shape)
 
 
-@operator(arguments={"reduced": Need.ROWS, "shared": Need.ROWS}, results=(CARRIED,), source="spec/model.md 3.10")
+@operator(
+    arguments={"reduced": Need.ROWS, "shared": Need.ROWS},
+    results=(CARRIED,),
+    source="spec/model.md 3.10",
+    compilable=True,
+)
 def combine(reduced: Tensor, shared: Tensor) -> Tensor:
-    """Routed sum [R, D] F64 (reduced over ranks) plus the shared expert's [R, D], one cast to the latter's dtype."""
+    """Routed sum [R, D] plus the shared expert's [R, D], one cast to the latter's dtype.
+
+    ``reduced`` is summed over ranks, F64 or F32 as the backend of ``experts`` gives it.
+    """
     return (reduced + shared).float().to(shared.dtype).contiguous()
 
 
@@ -153,11 +161,25 @@ def route(
     top_k: int,
     route_scale: float,
 ) -> tuple[Tensor, Tensor]:
+    """Experts of each row and their weights, see :func:`choose_experts`. Arguments as in :func:`experts`."""
+    return choose_experts(blocked_matmul(x.float(), gate), live, image, bias, bias_vl, top_k, route_scale)
+
+
+def choose_experts(
+    logits: Tensor,
+    live: Tensor,
+    image: Tensor,
+    bias: Tensor,
+    bias_vl: Tensor | None,
+    top_k: int,
+    route_scale: float,
+) -> tuple[Tensor, Tensor]:
     """Experts of each row [R, top_k] int64 (-1 on dead rows) and their weights [R, top_k] F32, best score first.
 
-    Scores are sqrt(softplus(gate x)); the bias takes part in the choice alone. Arguments as in :func:`experts`.
+    logits [R, E] F32 are the products with the gate. Scores are sqrt(softplus(logits)); the bias takes part in the
+    choice alone. The other arguments as in :func:`experts`.
     """
-    scores = torch.sqrt(softplus(blocked_matmul(x.float(), gate)))
+    scores = torch.sqrt(softplus(logits))
     offset = bias if bias_vl is None else torch.where(image.unsqueeze(1), bias_vl, bias)
     chosen = largest(scores + offset, top_k)
     weights = scores.gather(1, chosen)
@@ -166,14 +188,17 @@ def route(
     return torch.where(live.unsqueeze(1), chosen, -1), torch.where(live.unsqueeze(1), weights, 0.0)
 
 
-def _gated(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, limit: float, weight: Tensor | None) -> Tensor:
+def gated(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    """silu(gate) x up in F32, the gate clamped above and the other half on both sides."""
+    return silu(gate.float().clamp_max(limit)) * up.float().clamp(-limit, limit)
+
+
+def _expert(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, limit: float, weight: Tensor | None) -> Tensor:
     """Experts on quantised rows: w2 (weight x silu(w1 x) x w3 x), clamped; ``weight`` [..., R] goes in before w2.
 
     x [R, D]; matrices [..., out, in] F32 -> [..., R, D].
     """
-    gate = exact_matmul(x, w1).to(x.dtype).float().clamp_max(limit)
-    up = exact_matmul(x, w3).to(x.dtype).float().clamp(-limit, limit)
-    hidden = silu(gate) * up
+    hidden = gated(exact_matmul(x, w1).to(x.dtype), exact_matmul(x, w3).to(x.dtype), limit)
     if weight is not None:
         hidden = weight.unsqueeze(-1) * hidden
     return exact_matmul(round_q8(hidden.to(x.dtype)), w2).to(x.dtype)

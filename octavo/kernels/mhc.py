@@ -70,6 +70,7 @@ def _mhc_mix(
     arguments={"streams": Need.ROWS, "pre": Need.ROWS, "weight": Need.ANY},
     results=(CARRIED,),
     source="spec/model.md 3.2",
+    compilable=True,
 )
 def mhc_collapse(streams: Tensor, pre: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Input of a sublayer: rms(sum_k pre_k X_k). streams [R, S, D], pre [R, S] F32, weight [D] -> [R, D]."""
@@ -85,6 +86,7 @@ def _mhc_collapse(streams: Tensor, pre: Tensor, weight: Tensor, epsilon: float) 
     arguments={"streams": Need.ROWS, "y": Need.ROWS, "post": Need.ROWS, "comb": Need.ROWS},
     results=(CARRIED,),
     source="spec/model.md 3.2",
+    compilable=True,
 )
 def mhc_expand(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """Output of a sublayer back into the streams: X'_k = post_k y + sum_j comb_jk X_j, F32 rounded once.
@@ -100,7 +102,7 @@ def _mhc_expand(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tenso
     return streams.new_empty(streams.shape)
 
 
-@operator(arguments={"streams": Need.ROWS}, results=(CARRIED,), source="spec/model.md 3.13")
+@operator(arguments={"streams": Need.ROWS}, results=(CARRIED,), source="spec/model.md 3.13", compilable=True)
 def stream_mean(streams: Tensor) -> Tensor:
     """Mean over the streams, what drafts read: [R, S, D] -> [R, D] in streams' dtype."""
     count = streams.shape[1]

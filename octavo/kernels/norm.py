@@ -15,7 +15,9 @@ def rms(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return (weight.float() * normed).to(x.dtype).contiguous()
 
 
-@operator(arguments={"x": Need.ROWS, "weight": Need.ANY}, results=(CARRIED,), source="spec/model.md 3.0")
+@operator(
+    arguments={"x": Need.ROWS, "weight": Need.ANY}, results=(CARRIED,), source="spec/model.md 3.0", compilable=True
+)
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """RMS norm of every row: x [R, C] BF16 or F32, weight [C] -> [R, C] in x's dtype."""
     return rms(x, weight, epsilon)

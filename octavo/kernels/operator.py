@@ -2,10 +2,13 @@
 
 An operator is declared once: a plain PyTorch function (its *reference*, the CPU path and the judge of every other
 backend), a fake implementation for tracing, and a :class:`Contract`. The function becomes ``torch.ops.octavo.NAME``
-with a schema inferred from its annotations, and calling the resulting :class:`Operator` calls that overload.
+with a schema inferred from its annotations, and calling the resulting :class:`Operator` calls that overload. Every
+other backend is an overload of its own, ``torch.ops.octavo.NAME.BACKEND``: the compiler puts it in the place of the
+reference, so a graph says what runs.
 
 Activations decide the numeric mode (design section 8): BF16 activations round at every point of spec/model.md 3.0
-(modes ``reference`` and ``fast``), F32 activations round nowhere (mode ``plain``).
+(modes ``reference`` and ``fast``), F32 activations round nowhere (mode ``plain``). Backends decide between
+``reference`` and ``fast``.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result", covariant=True)
 
 _LIBRARY = torch.library.Library("octavo", "FRAGMENT")
+EVERYWHERE = frozenset({"cpu", "cuda"})
+"""Devices of a backend in plain PyTorch."""
 
 
 class Need(enum.Enum):
@@ -81,30 +86,38 @@ class Backend:
     """One implementation of an operator."""
 
     name: str
+    overload: torch._ops.OpOverload
+    function: Callable[..., object]
     devices: frozenset[str]
     capturable: frozenset[str]
     """Devices on which a call may stand inside a captured graph (static shapes, no host synchronisation)."""
+    compilable: bool
+    """A compiler may fuse the function's insides: it writes no argument and waits for nothing. Its results are rounded
+    where they are stored, whatever is fused before."""
+    like_reference: bool
+    """Shapes and dtypes of its results are the reference's."""
 
 
 class Operator(Generic[Parameters, Result]):
     """A registered operator; call it like the function it was made from."""
 
     def __init__(
-        self, reference: Callable[Parameters, Result], contract: Contract, mutates: tuple[str, ...], capturable: bool
+        self,
+        reference: Callable[Parameters, Result],
+        contract: Contract,
+        mutates: tuple[str, ...],
+        capturable: bool,
+        compilable: bool,
     ) -> None:
         self.name = reference.__name__
         self.__doc__ = reference.__doc__
         self.contract = contract
         self.mutates = frozenset(mutates)
         self.reference = reference
-        devices = frozenset({"cpu", "cuda"})
-        self.backends = (Backend("reference", devices, devices if capturable else frozenset()),)
-        _LIBRARY.define(
-            self.name + torch.library.infer_schema(reference, mutates_args=mutates), tags=(torch.Tag.pt2_compliant_tag,)
-        )
-        _LIBRARY.impl(self.name, reference, "CompositeExplicitAutograd")
-        packet = getattr(torch.ops.octavo, self.name)
-        self.overload: torch._ops.OpOverload = packet.default
+        self.backends: dict[str, Backend] = {}
+        """By name, ``reference`` first."""
+        self._register("reference", "default", reference, EVERYWHERE, capturable, compilable, True)
+        self.overload = self.backends["reference"].overload
         self._check_contract()
 
     def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
@@ -114,17 +127,56 @@ class Operator(Generic[Parameters, Result]):
         """Whether a pool is read as it was before this step's write."""
         return argument in self.contract.before_write
 
-    def backend(self, name: str) -> Backend:
-        """The backend called ``name``. Raises ValueError naming those there are."""
-        for backend in self.backends:
-            if backend.name == name:
-                return backend
-        raise ValueError(f"octavo::{self.name} has no backend {name!r}, only {[b.name for b in self.backends]}")
-
     def fake(self, function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
         """Decorator: shape and dtype of the results without data. Results are contiguous, however arguments lie."""
+        self._fake = function
         torch.library.register_fake(f"octavo::{self.name}", function, lib=_LIBRARY)
         return function
+
+    def implement(
+        self,
+        name: str,
+        *,
+        devices: frozenset[str] = EVERYWHERE,
+        capturable: bool = True,
+        compilable: bool = False,
+        fake: Callable[Parameters, Result] | None = None,
+    ) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
+        """Decorator: another backend, with the signature of the reference.
+
+        ``capturable`` and ``compilable`` as in :class:`Backend`, on all its devices. ``fake`` is needed where results
+        have another dtype than the reference's.
+        """
+
+        def register(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+            self._register(name, name, function, devices, capturable, compilable, like_reference=fake is None)
+            torch.library.register_fake(f"octavo::{self.name}.{name}", fake or self._fake, lib=_LIBRARY)
+            return function
+
+        return register
+
+    def _register(
+        self,
+        name: str,
+        overload: str,
+        function: Callable[Parameters, Result],
+        devices: frozenset[str],
+        capturable: bool,
+        compilable: bool,
+        like_reference: bool,
+    ) -> None:
+        """An overload of the operator that calls the function. Its schema is read from the function's annotations."""
+        schema = torch.library.infer_schema(function, mutates_args=sorted(self.mutates))
+        if self.backends:
+            expected = str(self.overload._schema).partition("(")[2]
+            assert schema == f"({expected}", f"octavo::{self.name}.{name}: {schema} instead of ({expected}"
+        full = self.name if overload == "default" else f"{self.name}.{overload}"
+        _LIBRARY.define(full + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _LIBRARY.impl(full, function, "CompositeExplicitAutograd")
+        registered: torch._ops.OpOverload = getattr(getattr(torch.ops.octavo, self.name), overload)
+        self.backends[name] = Backend(
+            name, registered, function, devices, devices if capturable else frozenset(), compilable, like_reference
+        )
 
     def _check_contract(self) -> None:
         """A contract that does not fit its schema is a programming error; it fails at import."""
@@ -151,17 +203,17 @@ def operator(
     before_write: tuple[str, ...] = (),
     collective: bool = False,
     capturable: bool = True,
+    compilable: bool = False,
 ) -> Callable[[Callable[Parameters, Result]], Operator[Parameters, Result]]:
     """Register the decorated function as ``octavo::<its name>``.
 
-    ``capturable`` says whether the reference has static shapes and never waits for the device; ``mutates`` names
-    the arguments that it writes, ``before_write`` the pools that it reads as they were before the step.
+    ``capturable`` and ``compilable`` say so of the reference (see :class:`Backend`); ``mutates`` names the arguments
+    that it writes, ``before_write`` the pools that it reads as they were before the step.
     """
 
     def register(reference: Callable[Parameters, Result]) -> Operator[Parameters, Result]:
-        registered = Operator(
-            reference, Contract(arguments, results, source, frozenset(before_write), collective), mutates, capturable
-        )
+        contract = Contract(arguments, results, source, frozenset(before_write), collective)
+        registered = Operator(reference, contract, mutates, capturable, compilable)
         OPERATORS[registered.name] = registered
         return registered
 

@@ -25,22 +25,25 @@ GROUP_Q4NV = 16
 TILE = 32
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Magnitudes by 3-bit code; bit 3 is the sign."""
 
 
 def e8m0_to_float(scale: Tensor) -> Tensor:
-    """Scale bytes -> 2^(byte - 127), F32."""
-    return scale.view(torch.float8_e8m0fnu).float()
+    """Scale bytes -> 2^(byte - 127), F32, NaN for 255.
+
+    The byte is the exponent of an F32; 2^-127 has none, it is half the smallest normal number. Compilers know integers
+    better than the type ``float8_e8m0fnu``.
+    """
+    exponent = scale.int() << 23
+    return (exponent | ((scale == 0).int() << 22) | (scale == 255)).view(torch.float32)
 
 
 def quantise_q8(x: Tensor) -> tuple[Tensor, Tensor]:
     """[..., C] with C a multiple of 32 -> codes [..., C] E4M3 and scale bytes [..., C/32] uint8."""
     groups = _groups(x.float(), GROUP_Q8)
     amax = groups.abs().amax(-1, keepdim=True).clamp_min(1e-4)
-    scale = _power_of_two_above(amax * (1.0 / E4M3_MAX))
-    codes = (groups / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-    return codes.flatten(-2), _exponent_byte(scale).squeeze(-1)
+    exponent = _exponent_above(amax * (1.0 / E4M3_MAX))
+    codes = (groups * _reciprocal(exponent)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return codes.flatten(-2), (exponent >> 23).to(torch.uint8).squeeze(-1)
 
 
 def dequantise_q8(codes: Tensor, scale: Tensor) -> Tensor:
@@ -52,8 +55,9 @@ def quantise_q4mx(x: Tensor) -> tuple[Tensor, Tensor]:
     """[..., C] with C a multiple of 32 -> E2M1 codes [..., C] uint8 (one a byte) and scale bytes [..., C/32] uint8."""
     groups = _groups(x.float(), GROUP_Q4MX)
     amax = groups.abs().amax(-1, keepdim=True).clamp_min(E2M1_MAX * 2.0**-126)
-    scale = _power_of_two_above(amax * (1.0 / E2M1_MAX))
-    return _e2m1_codes(groups / scale).flatten(-2), _exponent_byte(scale).squeeze(-1)
+    exponent = _exponent_above(amax * (1.0 / E2M1_MAX))
+    codes = _e2m1_codes(groups * _reciprocal(exponent))
+    return codes.flatten(-2), (exponent >> 23).to(torch.uint8).squeeze(-1)
 
 
 def dequantise_q4mx(codes: Tensor, scale: Tensor) -> Tensor:
@@ -101,9 +105,13 @@ def unpack_codes(packed: Tensor) -> Tensor:
 
 
 def e2m1_to_float(codes: Tensor) -> Tensor:
-    """E2M1 codes (one a byte) -> F32 values."""
-    table = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], device=codes.device)
-    return table[codes.int()]
+    """E2M1 codes (one a byte) -> F32 values: 0, 0.5, 1, 1.5, 2, 3, 4, 6 by the low three bits, bit 3 is the sign.
+
+    Sign, exponent and mantissa stand in the places that they have in F16, whose exponent is biased by 15, not by 1. A
+    table would have to come from the host.
+    """
+    placed = ((codes & 7) | ((codes & 8) << 3)).to(torch.int16) << 9
+    return placed.view(torch.float16).float() * 2.0**14
 
 
 def dequantise_tiles(weight: Tensor, scale: Tensor) -> Tensor:
@@ -122,13 +130,17 @@ def _groups(x: Tensor, size: int) -> Tensor:
     return torch.unflatten(x, -1, (-1, size))
 
 
-def _power_of_two_above(t: Tensor) -> Tensor:
-    """2^ceil(log2 t) of a positive normal F32, from its bits: no logarithm rounds this one."""
-    return ((t.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+def _exponent_above(t: Tensor) -> Tensor:
+    """Bits of 2^ceil(log2 t) of a positive normal F32, int32: no logarithm rounds this one."""
+    return (t.view(torch.int32) + 0x7FFFFF) & 0x7F800000
 
 
-def _exponent_byte(power_of_two: Tensor) -> Tensor:
-    return (power_of_two.view(torch.int32) >> 23).to(torch.uint8)
+def _reciprocal(exponent: Tensor) -> Tensor:
+    """2^-e from the bits of 2^e, F32; 0 from those of infinity.
+
+    Its product is the exact quotient, while compilers may divide approximately.
+    """
+    return (0x7F000000 - exponent).clamp_min(0).view(torch.float32)
 
 
 def _e2m1_codes(x: Tensor) -> Tensor:

@@ -47,11 +47,16 @@ def turn(x: Tensor, positions: Tensor, frequencies: Tensor, inverse: bool = Fals
     angles = positions.float().unsqueeze(-1) * frequencies
     # ``polar`` and ``cos`` round differently; this is the official code's, and the same for every row.
     cosine, sine = torch.view_as_real(torch.polar(torch.ones_like(angles), angles)).unbind(-1)
+    return turn_by(x, cosine, sine, inverse)
+
+
+def turn_by(x: Tensor, cosine: Tensor, sine: Tensor, inverse: bool) -> Tensor:
+    """Turn the last 2 n channels of x [R, ..., C] by the angles whose cosine and sine are given, [R, n] F32 each."""
     if inverse:
         sine = -sine
-    shape = (x.shape[0], *(1,) * (x.dim() - 2), frequencies.shape[0])
+    shape = (x.shape[0], *(1,) * (x.dim() - 2), cosine.shape[1])
     cosine, sine = cosine.view(shape), sine.view(shape)
-    kept = x.shape[-1] - 2 * frequencies.shape[0]
+    kept = x.shape[-1] - 2 * cosine.shape[-1]
     real, imaginary = x[..., kept:].float().unflatten(-1, (-1, 2)).unbind(-1)
     turned = torch.stack((real * cosine - imaginary * sine, real * sine + imaginary * cosine), dim=-1).flatten(-2)
     return torch.cat((x[..., :kept], turned.to(x.dtype)), dim=-1)

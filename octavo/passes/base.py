@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from octavo.kernels.operator import OPERATORS, Operator
+from octavo.kernels.operator import OPERATORS, Backend, Operator
 
 VALUE = "val"
 """Meta key: the node's fake value, a tensor or a sequence of tensors."""
@@ -149,6 +149,16 @@ def operator_of(node: Node) -> Operator[..., object] | None:
     if node.target.namespace != "octavo":
         return None
     return OPERATORS.get(node.target._schema.name.removeprefix("octavo::"))
+
+
+def backend_of(node: Node) -> Backend:
+    """The backend that an operator call is directed to. Raises :class:`GraphError` if no backend has this overload."""
+    known = operator_of(node)
+    assert known is not None, f"{node} calls no operator"
+    for backend in known.backends.values():
+        if backend.overload is node.target:
+            return backend
+    raise GraphError(f"{node.target} is no backend of {known.name}", node)
 
 
 def tensor_arguments(node: Node) -> Iterator[tuple[str, Node]]:

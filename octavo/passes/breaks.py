@@ -1,4 +1,4 @@
-"""Pass 5: where a captured segment has to end, and why.
+"""Pass 6: where a captured segment has to end, and why.
 
 Every operator whose chosen backend cannot be captured on this device is a *break*, collectives are instructions of
 their own, everything else belongs to *segments*. Neighbours of one kind merge; the order of nodes never changes.
@@ -18,6 +18,7 @@ from octavo.passes.base import (
     GraphError,
     PassContext,
     PassReport,
+    backend_of,
     operator_of,
     tensor_arguments,
     values_of,
@@ -89,11 +90,10 @@ def _judge(node: Node, context: PassContext) -> tuple[PieceKind, str]:
     if context.capturable is not None:
         declared = known.name in context.capturable
         return (PieceKind.SEGMENT, "") if declared else (PieceKind.BREAK, f"{known.name}: declared uncapturable")
-    chosen = context.backends.get(known.name, "reference")
-    backend = known.backend(chosen)
+    backend = backend_of(node)
     if context.device in backend.capturable:
         return PieceKind.SEGMENT, ""
-    return PieceKind.BREAK, f"{known.name}: backend {chosen} is not capturable on {context.device}"
+    return PieceKind.BREAK, f"{known.name}: backend {backend.name} is not capturable on {context.device}"
 
 
 def _device(node: Node) -> str:

@@ -1,4 +1,4 @@
-"""Pass 4: fake values again, after placement has changed how many rows a value has on a rank."""
+"""Pass 5: fake values again, after placement has changed how many rows a value has on a rank."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Propagate:
                     factor = context.ranks if local_rows(context) is Placement.SHARDED else 1
                     node.meta[VALUE] = value.new_empty(value.shape[0] * factor, *value.shape[1:])
                 elif node.op == "call_function":
-                    node.meta[VALUE] = _compute(node)
+                    node.meta[VALUE] = computed(node)
                     matched += 1
         return PassReport(matched)
 
@@ -63,7 +63,8 @@ def fake_mode_of(compilation: Compilation) -> FakeTensorMode:
     raise GraphError("no fake value in the graph")
 
 
-def _compute(node: Node) -> Any:
+def computed(node: Node) -> Any:
+    """The fake value of a node from those of its arguments. Call it under the mode of :func:`fake_mode_of`."""
     args = map_arg(node.args, lambda argument: argument.meta[VALUE])
     kwargs = map_arg(node.kwargs, lambda argument: argument.meta[VALUE])
     assert callable(node.target)

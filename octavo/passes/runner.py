@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from octavo.passes.base import Compilation, GraphError, Pass, PassContext, PassReport
 from octavo.passes.breaks import Breaks
+from octavo.passes.choose import Choose
 from octavo.passes.lower import Lower
 from octavo.passes.normalise import Normalise
 from octavo.passes.place import Place
@@ -36,6 +37,7 @@ def all_passes() -> list[Pass]:
     """The passes in order. ``lower`` comes before ``prove``, which judges what it made."""
     return [
         Normalise(),
+        Choose(),
         Verify(),
         Place(),
         Propagate(),

@@ -1,7 +1,8 @@
-"""Pass 7: each piece becomes a graph of its own, with weights, pools and static buffers as inputs.
+"""Pass 8: each piece becomes a graph of its own, with weights, pools and static buffers as inputs.
 
-Pieces of equal text are one module, so forty equal layers cost one. Within a segment, the runs of nodes between
-operators are *regions*: what a compiler would be given, counted by structure.
+Pieces of equal text are one module, so forty equal layers cost one. Within a segment, the calls of compilable backends
+are *regions*: what a compiler would be given, counted by text. Reference backends are defined to the bit, which no
+compiler keeps: where nothing else was chosen, there are none.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from octavo.passes.base import (
     GraphError,
     PassContext,
     PassReport,
+    backend_of,
     operator_of,
     values_of,
 )
@@ -35,8 +37,8 @@ class SplitPiece:
     layers: tuple[int, ...]
     text: str
     """Canonical text, equal for pieces that do the same."""
-    regions: list[str] = field(default_factory=list)
-    """Canonical texts of the runs of nodes between operators."""
+    regions: dict[str, str] = field(default_factory=dict)
+    """Canonical text of every region, by the name of its node."""
 
     @property
     def digest(self) -> str:
@@ -53,6 +55,7 @@ class Split:
 
     def run(self, compilation: Compilation, context: PassContext) -> PassReport:
         by_text: dict[str, GraphModule] = {}
+        compiles = any(backend != "reference" for backend in context.backends.values())
         split: list[SplitPiece] = []
         for piece in compilation.pieces:
             operands, results = _operands(piece, compilation), _results(piece, compilation)
@@ -69,16 +72,13 @@ class Split:
                     [node.name for node in results],
                     tuple(sorted(layers)),
                     text,
-                    _regions(piece),
+                    _regions(piece) if compiles else {},
                 )
             )
         compilation.pieces = split
-        regions = [text for piece in split for text in piece.regions]
-        notes = (
-            f"{len(split)} pieces of {len(by_text)} kinds",
-            f"{len(regions)} regions of {len(set(regions))} kinds",
-        )
-        return PassReport(len(split), notes=notes)
+        regions = [text for piece in split for text in piece.regions.values()]
+        counted = f"{len(regions)} regions of {len(set(regions))} kinds" if compiles else "no regions: reference backends"
+        return PassReport(len(split), notes=(f"{len(split)} pieces of {len(by_text)} kinds", counted))
 
     def ensures(self, compilation: Compilation, context: PassContext) -> None:
         for piece in compilation.pieces:
@@ -141,21 +141,12 @@ def _module(piece: Piece, operands: list[Node], results: list[Node]) -> GraphMod
     return GraphModule(torch.nn.Module(), graph)
 
 
-def _regions(piece: Piece) -> list[str]:
-    """Runs of nodes between operators; unpacking results alone is no work."""
+def _regions(piece: Piece) -> dict[str, str]:
+    """Whatever surrounds it, a call is compiled alone: its text has its own operands and results."""
     if piece.kind is not PieceKind.SEGMENT:
-        return []
-    runs: list[list[Node]] = [[]]
-    for node in piece.nodes:
-        if operator_of(node) is not None:
-            runs.append([])
-        elif str(node.target) != "<built-in function getitem>":
-            runs[-1].append(node)
-    texts = []
-    for run in runs:
-        if run:
-            own = set(run)
-            inputs = list(dict.fromkeys(a for node in run for a in node.all_input_nodes if a not in own))
-            used = [node for node in run if any(user not in own for user in node.users)]
-            texts.append(canonical_text(run, inputs, used))
-    return texts
+        return {}
+    return {
+        node.name: canonical_text([node], node.all_input_nodes, [node])
+        for node in piece.nodes
+        if operator_of(node) is not None and backend_of(node).compilable
+    }

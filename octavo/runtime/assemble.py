@@ -6,11 +6,13 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import tokenizers
 import torch
 
 from octavo.errors import OctavoError, UsageError
+from octavo.kernels.choice import Numerics, choose_backends, describe_backends
 from octavo.model.checkpoint import Checkpoint
 from octavo.model.config import SCALE_BLOCK, ModelConfig, TextConfig
 from octavo.model.loading import load_parameters
@@ -42,8 +44,16 @@ class Assembly:
     tokenizer: Tokenizer
     capacity: Capacity
     device: torch.device
-    dtype: torch.dtype
-    """Of activations: BF16, or F32 in mode ``plain``."""
+    numerics: Numerics
+    backends: dict[str, str]
+    """Backend of every operator."""
+    inductor: bool
+    """Whether regions are compiled."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations: BF16, or F32 in mode ``plain``."""
+        return activation_dtype(self.numerics)
 
     @property
     def config(self) -> ModelConfig:
@@ -55,7 +65,8 @@ class Assembly:
         source = model_name(config)
         return (
             f"{source}: {text.num_hidden_layers} layers, {len(self.model.experts)} of {text.n_routed_experts} experts "
-            f"on {self.device}, {config.numerics} numerics\n{self.capacity.describe()}"
+            f"on {self.device}, {self.numerics} numerics ({describe_backends(self.backends.values())})\n"
+            f"{self.capacity.describe()}"
         )
 
 
@@ -67,6 +78,7 @@ class Plan:
     config: ModelConfig
     experts: range
     device: torch.device
+    numerics: Numerics
     weight_bytes: int
     """On the device; Engram tables of a checkpoint stay mapped on the host."""
     capacity: Capacity
@@ -99,9 +111,11 @@ def plan(config: EngineConfig) -> Plan:
     weight_bytes = resident_bytes(empty_model(model_config, torch.device("meta"), experts))
     if checkpoint is None:
         weight_bytes += _table_bytes(text)
-    storage = Storage.F32 if config.numerics == "plain" else Storage(config.kv_storage)
-    capacity = plan_capacity(config, text, storage, device, weight_bytes)
-    return Plan(checkpoint, model_config, experts, device, weight_bytes, capacity)
+    numerics = choose_numerics(config.numerics, device)
+    storage = Storage.F32 if numerics == "plain" else Storage(config.kv_storage)
+    step = step_bytes(text, config.chunk)
+    capacity = plan_capacity(config, text, storage, device, weight_bytes, step)
+    return Plan(checkpoint, model_config, experts, device, numerics, weight_bytes, capacity)
 
 
 def assemble(config: EngineConfig, progress: Progress | None = None) -> Assembly:
@@ -110,6 +124,10 @@ def assemble(config: EngineConfig, progress: Progress | None = None) -> Assembly
     Raises :class:`UsageError` or :class:`OctavoError`, before anything is loaded where the reason is known by then.
     """
     planned = plan(config)
+    if planned.device.type == "cuda":
+        # Parts of a sum over K would be added in BF16.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    inductor = choose_compiler(config.compile, planned.numerics, planned.device)
     checkpoint, model_config, experts, device = planned.checkpoint, planned.config, planned.experts, planned.device
     step = step_bytes(model_config.text_config, config.chunk)
     check_memory(planned.weight_bytes + planned.capacity.bytes + step, device)
@@ -126,10 +144,11 @@ def assemble(config: EngineConfig, progress: Progress | None = None) -> Assembly
     else:
         randomise(model.official_parameters(), config.weights_seed, experts=experts, progress=loaded)
         tables = _random_tables(model_config.text_config, config.weights_seed, device)
-    dtype = torch.float32 if config.numerics == "plain" else torch.bfloat16
     ids = torch.from_numpy(classes).to(device)
+    dtype = activation_dtype(planned.numerics)
     prelude = Prelude(model.embed, tables, ids, pad_class(classes, model_config.text_config), dtype)
-    return Assembly(model, prelude, tokenizer, planned.capacity, device, dtype)
+    backends = choose_backends(planned.numerics, device.type)
+    return Assembly(model, prelude, tokenizer, planned.capacity, device, planned.numerics, backends, inductor)
 
 
 def choose_device(name: str) -> torch.device:
@@ -148,6 +167,28 @@ def choose_device(name: str) -> torch.device:
             "what `octavo doctor` says."
         )
     return device
+
+
+def choose_numerics(name: Literal["auto"] | Numerics, device: torch.device) -> Numerics:
+    """What ``auto`` means on this device; other names are what they say."""
+    if name != "auto":
+        return name
+    return "fast" if device.type == "cuda" else "reference"
+
+
+def choose_compiler(name: Literal["auto", "inductor", "none"], numerics: Numerics, device: torch.device) -> bool:
+    """Whether regions are compiled with Inductor. Raises :class:`UsageError` where that would change results."""
+    if name == "inductor" and numerics != "fast":
+        raise UsageError(
+            f"--compile inductor with {numerics} numerics: Inductor's exp, log1p and mean differ from PyTorch's, and "
+            "these numerics are defined to the bit. Use --numerics fast, or --compile none."
+        )
+    return name == "inductor" or (name == "auto" and numerics == "fast" and device.type == "cuda")
+
+
+def activation_dtype(numerics: Numerics) -> torch.dtype:
+    """BF16, or F32 in mode ``plain``."""
+    return torch.float32 if numerics == "plain" else torch.bfloat16
 
 
 def _resident_experts(config: EngineConfig, text: TextConfig) -> range:

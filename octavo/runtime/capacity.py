@@ -58,9 +58,10 @@ def step_bytes(text: TextConfig, rows: int) -> int:
 
 
 def plan_capacity(
-    config: EngineConfig, text: TextConfig, storage: Storage, device: torch.device, weight_bytes: int
+    config: EngineConfig, text: TextConfig, storage: Storage, device: torch.device, weight_bytes: int, step: int
 ) -> Capacity:
-    """Sizes from ``kv_tokens``, or from ``memory_fraction`` of what ``weight_bytes`` leave free on the device.
+    """Sizes from ``kv_tokens``, or from ``memory_fraction`` of what is free beside ``weight_bytes`` that are still to
+    be loaded and the ``step`` bytes that a step needs. The rest of the fraction is for the CUDA graphs themselves.
 
     Raises :class:`OctavoError` with the numbers if not even one page fits.
     """
@@ -81,14 +82,14 @@ def plan_capacity(
         longest = min(longest, tokens)
     else:
         fraction = config.memory_fraction if config.memory_fraction is not None else DEFAULT_FRACTION_ON_CUDA
-        free = available_memory(device) - weight_bytes - step_bytes(text, config.chunk)
+        free = available_memory(device) - weight_bytes - step
         budget = int(free * fraction) - slots * request_bytes
         pages = budget // page_bytes
         if pages < 1:
             raise OctavoError(
-                f"{device}: weights ({weight_bytes / 1e9:.2f} GB) and {slots} requests "
-                f"({slots * request_bytes / 1e9:.2f} GB) leave no room for tokens. Lower --max-requests, load fewer "
-                "layers (--layers), or choose another device (--device)."
+                f"{device}: {free / 1e9:.2f} GB beside weights and the {step / 1e9:.2f} GB of a step are not enough "
+                f"for {slots} requests ({slots * request_bytes / 1e9:.2f} GB) and a page. Lower --max-requests or --chunk, "
+                "load fewer layers (--layers), or choose another device (--device)."
             )
     pages = min(pages, useful)
     longest = min(longest, pages * PAGE_TOKENS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from octavo.errors import OctavoError
+from octavo.runtime.bench_cli import bench_app
 from octavo.runtime.config import EngineConfig
 from octavo.runtime.eval_cli import eval_command
 from octavo.runtime.graphs_cli import graphs_app
 from octavo.runtime.options import with_options
 from octavo.runtime.sampling import SamplingParams
-from octavo.runtime.terminal import byte_progress, check_writable, count_progress, say, start_progress
+from octavo.runtime.terminal import byte_progress, count_progress, say, start_progress
 
 if TYPE_CHECKING:
     from octavo.runtime.request import Answer
@@ -29,6 +29,7 @@ app = typer.Typer(
 checkpoint_app = typer.Typer(help="Look at checkpoints, and make small random ones.", no_args_is_help=True)
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(graphs_app, name="graphs")
+app.add_typer(bench_app, name="bench")
 app.command("eval")(eval_command)
 
 Thinking = Annotated[bool, typer.Option(help="Let the model reason before it answers a chat message.")]
@@ -120,36 +121,6 @@ def chat_command(
             out=sys.stdout,
             say=say,
         )
-
-
-@app.command()
-@with_options
-def bench(
-    engine: EngineConfig,
-    requests: Annotated[int, typer.Option(min=1, help="Requests sent at once.")] = 8,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 128,
-    answer_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 32,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write all numbers to this file.")] = None,
-) -> None:
-    """Measure prefill and decode speed, latencies, and what a step costs beside the model."""
-    if json_file is not None:
-        check_writable(json_file, "--json")
-    from octavo.runtime.bench import Load, describe_environment, measure_engine, measure_scheduler, report_lines
-    from octavo.runtime.engine import Engine
-
-    with start_progress() as progress:
-        running = Engine(engine, progress)
-    with running:
-        say(running.describe())
-        report = {
-            "environment": describe_environment(running),
-            "engine": measure_engine(running, Load(requests, prompt_tokens, answer_tokens)),
-            "scheduler": [measure_scheduler(count) for count in (1, 64, 256)],
-        }
-    if json_file is not None:
-        json_file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    for line in report_lines(report):
-        typer.echo(line)
 
 
 @checkpoint_app.command("inspect")

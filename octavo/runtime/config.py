@@ -38,9 +38,10 @@ class EngineConfig:
     )
     weights_seed: int = option("Seed of random weights.", 0)
     device: str = option("cpu, cuda, cuda:N, or auto: cuda where there is one.", "auto")
-    numerics: Literal["reference", "plain"] = option(
-        "reference: the official rounding points, row-invariant. plain: F32 without quantisation, for comparison.",
-        "reference",
+    numerics: Literal["auto", "reference", "fast", "plain"] = option(
+        "reference: the official rounding points, row-invariant. fast: the same quantisers, products summed as the "
+        "device likes. plain: F32 without quantisation, for comparison. auto: fast on CUDA, reference on the CPU.",
+        "auto",
     )
     chunk: int = option("Most rows that one step computes; longer prompts take several steps.", 8192)
     max_requests: int = option("Requests in work at once; more wait.", 256)
@@ -56,6 +57,11 @@ class EngineConfig:
         "Run steps as compiled programs on static buffers (on), as plain calls (off), or to debug: without buffers "
         "(eager), both ways instruction by instruction (compare), with NaN in everything unwritten (poison).",
         "on",
+    )
+    compile: Literal["auto", "inductor", "none"] = option(
+        "Compile the insides of operators with Inductor, for fast numerics alone (inductor), or call them as they are "
+        "(none). auto: inductor for fast numerics on CUDA.",
+        "auto",
     )
     buckets: str = option("Row counts to prepare programs for: default, dense, or such as 1,8,64.", "default")
     dump_dir: Path | None = option(

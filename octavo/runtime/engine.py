@@ -21,6 +21,7 @@ from octavo.runtime.config import EngineConfig
 from octavo.runtime.core import EngineCore
 from octavo.runtime.loop import EngineFailure, EngineLoop
 from octavo.runtime.prompt import encode_chat
+from octavo.runtime.rehearsal import with_measured_capacity
 from octavo.runtime.request import Answer, Delta, FinishReason, Request
 from octavo.runtime.runner import Runner
 from octavo.runtime.sampler import TokenLogprob
@@ -69,7 +70,10 @@ class EngineBase:
         buckets = choose_buckets(self.config.buckets, self.config.chunk)
         if self.config.dump_dir is not None:
             claim(self.config.dump_dir)
-        assembly = assemble(self.config, progress)
+        assembled = assemble(self.config, progress)
+        loaded = time.perf_counter()
+        assembly = with_measured_capacity(assembled, self.config)
+        measured = time.perf_counter()
         self.tokenizer = assembly.tokenizer
         self.model_config = assembly.config
         self.capacity = assembly.capacity
@@ -82,10 +86,15 @@ class EngineBase:
         )
         compiled = functools.partial(progress, "programs") if progress is not None else None
         runner = Runner(assembly, buckets, self.config.graphs, self.config.dump_dir, compiled)
+        ready = time.perf_counter()
         self._programs = runner.programs
         self._description += f"\n{self._programs.description}"
-        loaded = time.perf_counter() - began - sum(seconds for _, seconds in self._programs.timeline)
-        self.timeline = [("weights, tokenizer, pools", loaded), *self._programs.timeline]
+        self.timeline = [
+            ("weights, tokenizer", loaded - began),
+            *([("rehearsal of a step", measured - loaded)] if assembly is not assembled else []),
+            ("pools", ready - measured - sum(seconds for _, seconds in self._programs.timeline)),
+            *self._programs.timeline,
+        ]
         """Phases of the start and their seconds; together all of it."""
         self._loop = EngineLoop(EngineCore(scheduler, runner), self.config.step_deadline)
 

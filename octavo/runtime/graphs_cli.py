@@ -120,6 +120,7 @@ class _Traced:
     epilogue: Part
     fake: FakeTensorMode
     device: str
+    backends: dict[str, str]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -158,7 +159,7 @@ def _title(engine: EngineConfig, planned: Plan, ranks: int) -> list[str]:
     experts = _experts(planned, ranks)
     return [
         f"{model_name(engine)}: {text.num_hidden_layers} layers, {len(experts)} of "
-        f"{text.n_routed_experts} experts on a rank, {engine.numerics} numerics",
+        f"{text.n_routed_experts} experts on a rank, {planned.numerics} numerics",
         planned.capacity.describe(),
         f"torch {torch.__version__}",
     ]
@@ -186,15 +187,16 @@ def _trace(engine: EngineConfig, planned: Plan, ranks: int) -> _Traced:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from octavo.kernels.choice import choose_backends
     from octavo.model.model import empty_model
     from octavo.model.prelude import Prelude, empty_tables
     from octavo.model.token_classes import pad_class, token_map
-    from octavo.runtime.assemble import tokenizer_of
+    from octavo.runtime.assemble import activation_dtype, tokenizer_of
     from octavo.runtime.parts import body_part, epilogue_part, prelude_part
     from octavo.runtime.pools import Pools
 
     text, capacity, device = planned.config.text_config, planned.capacity, planned.device
-    dtype = torch.float32 if engine.numerics == "plain" else torch.bfloat16
+    dtype = activation_dtype(planned.numerics)
     pad = pad_class(token_map(tokenizer_of(engine, planned.config).backend, text), text)
     tables_device = torch.device("cpu") if planned.checkpoint is not None else device
     fake = FakeTensorMode()
@@ -206,7 +208,7 @@ def _trace(engine: EngineConfig, planned: Plan, ranks: int) -> _Traced:
         prelude = prelude_part(Prelude(model.embed, tables, classes, pad, dtype), pools)
         body = body_part(model.body, text, pools, dtype)
         epilogue = epilogue_part(model.head, text, dtype, device)
-    return _Traced(prelude, body, epilogue, fake, device.type)
+    return _Traced(prelude, body, epilogue, fake, device.type, choose_backends(planned.numerics, device.type))
 
 
 def _programs(
@@ -218,9 +220,10 @@ def _programs(
     for part in (traced.prelude, traced.body):
         for sharded in (True, False) if ranks > 1 else (True,):
             name = part.name if ranks == 1 else f"{part.name}-{'sharded' if sharded else 'replicated'}"
-            context = PassContext(ranks=ranks, sharded=sharded, device=traced.device)
+            context = PassContext(ranks=ranks, sharded=sharded, device=traced.device, backends=traced.backends)
             yield name, part, context, _buckets(engine, ranks, sharded)
-    yield traced.epilogue.name, traced.epilogue, PassContext(device=traced.device), _head_buckets(engine)
+    context = PassContext(device=traced.device, backends=traced.backends)
+    yield traced.epilogue.name, traced.epilogue, context, _head_buckets(engine)
 
 
 def _head_buckets(engine: EngineConfig) -> tuple[int, ...]:

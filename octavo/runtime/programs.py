@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import logging
@@ -15,8 +16,10 @@ import torch
 from torch import Tensor
 
 from octavo.graphs.buckets import worst_padding
+from octavo.graphs.cuda import Recorder
 from octavo.graphs.dump import PAGE, REPLAY_LOG, DumpWriter, write_overview, write_page
 from octavo.graphs.footprint import buffer_bytes, peak_bytes
+from octavo.graphs.inductor import compile_regions
 from octavo.model.inputs import Rows, Tokens
 from octavo.model.memory import check_memory
 from octavo.passes.base import PassContext
@@ -66,34 +69,61 @@ class Programs:
         self.timeline: list[tuple[str, float]] = []
         """Phases of the start and their seconds, over all programs."""
         self.description = "graphs off"
-        if mode == "off":
+        if mode == "off" and assembly.numerics != "fast":
             made = [StepProgram(part, ladder, mode, None) for part, ladder in plan]
         else:
-            made = self._start(plan, mode, assembly.device, dump_dir, progress)
+            made = self._start(plan, mode, assembly, dump_dir, progress)
         self._prelude, self._body, self._epilogue = made
+        self.buffer_bytes = sum(program.buffer_bytes for program in made)
+        """Of static memory."""
+        self.captures = {
+            part.name: program.captures for (part, _), program in zip(plan, made, strict=True) if program.captures
+        }
+        """What capturing took, by part; nothing where there are no CUDA graphs."""
 
     def _start(
         self,
         plan: Sequence[tuple[Part, tuple[int, ...]]],
         mode: GraphMode,
-        device: torch.device,
+        assembly: Assembly,
         dump_dir: Path | None,
         progress: Callable[[int, int], None] | None,
     ) -> list[StepProgram]:
-        """Compile all parts, make sure that they fit, make their buffers, and write the dump."""
-        times = [time.perf_counter()]
-        context = PassContext(device=device.type)
-        compiled = []
-        for number, (part, ladder) in enumerate(plan):
+        """Compile all parts, make sure that they fit, make their buffers, capture them, and write the dump."""
+        device = assembly.device
+        context = PassContext(device=device.type, backends=assembly.backends)
+        captured = device.type == "cuda" and mode not in ("off", "eager")
+        total = len(plan) * (1 + assembly.inductor) + sum(len(ladder) for _, ladder in plan) * captured
+        done = itertools.count()
+
+        def advance() -> None:
             if progress is not None:
-                progress(number, len(plan))
+                progress(next(done), total)
+
+        advance()
+        times = [time.perf_counter()]
+        compiled = []
+        for part, ladder in plan:
             writer = DumpWriter(dump_dir / part.name) if dump_dir is not None else None
             compiled.append(compile_part(part, ladder, context, writer))
-        if progress is not None:
-            progress(len(plan), len(plan))
+            advance()
         times.append(time.perf_counter())
-        self._reserve(compiled, device)
+        if assembly.inductor:
+            for place, each in enumerate(compiled):
+                regions = compile_regions(
+                    each.compilation.instructions, device=device.type, largest_rows=each.buckets[-1]
+                )
+                compiled[place] = dataclasses.replace(each, regions=regions)
+                advance()
+        times.append(time.perf_counter())
+        if mode != "off":
+            self._reserve(compiled, device)
         made = [StepProgram(each.part, each.buckets, mode, each) for each in compiled]
+        times.append(time.perf_counter())
+        if captured:
+            recorder = Recorder(device, debug=mode in ("compare", "poison"))
+            for program in made:
+                program.capture(recorder, advance)
         times.append(time.perf_counter())
         buckets = made[0].buckets
         self.description = (
@@ -101,14 +131,22 @@ class Programs:
             f"{buckets[-1]:,} rows, at most {worst_padding(buckets):.0%} padding; "
             f"{sum(program.buffer_bytes for program in made) / 1e6:.0f} MB of buffers"
         )
+        for each in compiled:
+            if each.regions is not None:
+                self.description += f"\n{each.part.name}: {each.regions.describe()}"
         if dump_dir is not None:
             self._dump(dump_dir, compiled)
         times.append(time.perf_counter())
         exports, passes = sum(each.export_seconds for each in compiled), sum(each.pass_seconds for each in compiled)
-        compiling, making, dumping = (end - begin for begin, end in itertools.pairwise(times))
-        self.timeline = [("export", exports), ("passes and proof", passes), ("buffers and warm-up", making)]
+        tracing, compiling, making, capturing, dumping = (end - begin for begin, end in itertools.pairwise(times))
+        self.timeline = [("export", exports), ("passes and proof", passes)]
+        if assembly.inductor:
+            self.timeline.append(("compilation", compiling))
+        self.timeline.append(("buffers", making))
+        if captured:
+            self.timeline.append(("capture", capturing))
         if dump_dir is not None:  # notes on every pass are taken while compiling
-            self.timeline.append(("dump", compiling - exports - passes + dumping))
+            self.timeline.append(("dump", tracing - exports - passes + dumping))
         return made
 
     def _reserve(self, compiled: Sequence[Compiled], device: torch.device) -> None:

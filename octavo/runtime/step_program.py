@@ -1,6 +1,6 @@
 """One part of a step as a compiled program, and the ways to run it.
 
-Start: export, passes and proof, buffers, warm-up; nothing is compiled or captured afterwards. On a machine without a
+Start: export, passes and proof, buffers, capture; nothing is compiled or captured afterwards. On a machine without a
 GPU a replay calls the program's pieces on the same static buffers (design section 5).
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,10 @@ from torch import Tensor
 from octavo.errors import UsageError
 from octavo.graphs.buckets import bucket_for, check_buckets, ladder, thinned
 from octavo.graphs.compile import compilation_of, input_names, leaves_of
+from octavo.graphs.cuda import Recorder
 from octavo.graphs.dump import DumpWriter
-from octavo.graphs.program import Program
+from octavo.graphs.inductor import CompiledRegions
+from octavo.graphs.program import BucketCapture, Program
 from octavo.graphs.tables import counted
 from octavo.passes.base import Compilation, InputKind, PassContext
 from octavo.passes.runner import PassResult, run_passes
@@ -38,6 +40,9 @@ class NotReplayed(enum.Enum):
     GRAPHS_OFF = "graphs off"
     EAGER_MODE = "eager mode"
     BEYOND_LARGEST_BUCKET = "beyond the largest bucket"
+
+
+_REASONS: dict[GraphMode, NotReplayed] = {"off": NotReplayed.GRAPHS_OFF, "eager": NotReplayed.EAGER_MODE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +83,8 @@ class Compiled:
     export_seconds: float
     dump: DumpWriter | None
     """Has noted the graph behind every pass."""
+    regions: CompiledRegions | None = None
+    """Compiled forms of the segments, if there are any."""
 
     @property
     def pass_seconds(self) -> float:
@@ -101,11 +108,16 @@ class StepProgram:
     """Runs one part of every step as the mode says; its inputs keep the structure of the part's examples."""
 
     def __init__(self, part: Part, buckets: tuple[int, ...], mode: GraphMode, compiled: Compiled | None) -> None:
-        """``compiled`` is the part after all passes, or None to call its module (mode ``off``)."""
+        """``compiled`` is the part after all passes, or None to call its module (mode ``off``).
+
+        Mode ``off`` with a compiled part runs its instructions one by one: that is how the backends of numerics
+        ``fast``, which are chosen in the graph, are called plainly.
+        """
         self.mode = mode
         self.buckets = buckets
         self._part = part
         self._program: Program | None = None
+        self._row_invariant = True
         self._names: dict[str, str] = {}
         """Input names of the program by path."""
         if compiled is None:
@@ -113,13 +125,28 @@ class StepProgram:
         resident: dict[str, Tensor] = dict(part.module.named_parameters()) | dict(part.module.named_buffers())
         resident |= {path: leaf for path, leaf in leaves_of(part.inputs) if classify(path).kind is InputKind.POOL}
         device = next(iter(leaves_of(part.inputs)))[1].device
-        self._program = Program(compiled.compilation, resident, buckets, device)
+        calls = {}
+        if compiled.regions is not None:
+            calls = {number: module.forward for number, module in compiled.regions.modules.items()}
+        self._program = Program(compiled.compilation, resident, buckets, device, calls=calls)
+        self._row_invariant = set(compiled.context.backends.values()) == {"reference"}
         self._names = input_names(compiled.compilation)
-        self._program.warm_up()
+        if mode != "off":
+            self._program.warm_up()
+
+    def capture(self, recorder: Recorder, progress: Callable[[], None]) -> None:
+        """Turn the program's segments into CUDA graphs; ``progress`` after every bucket. Modes ``off`` and ``eager``
+        replay nothing."""
+        if self._program is not None and self.mode not in ("off", "eager"):
+            self._program.capture(recorder, progress)
+
+    @property
+    def captures(self) -> list[BucketCapture]:
+        return self._program.captures if self._program is not None else []
 
     @property
     def buffer_bytes(self) -> int:
-        return self._program.buffer_bytes if self._program is not None else 0
+        return self._program.buffer_bytes if self._program is not None and self.mode != "off" else 0
 
     def describe(self) -> str:
         """Instructions by kind."""
@@ -137,20 +164,20 @@ class StepProgram:
         program = self._program
         if program is None:
             return self._part.module(*inputs.values()), Ran(None, NotReplayed.GRAPHS_OFF)
-        bucket = bucket_for(rows, self.buckets)
-        if bucket is None:
-            return self._part.module(*inputs.values()), Ran(None, NotReplayed.BEYOND_LARGEST_BUCKET)
         # Pools stay where they are, and what a model without Engram does not read has no buffer.
         named = ((self._names[path], leaf) for path, leaf in leaves_of(inputs))
         values = {name: leaf for name, leaf in named if name in program.buffers}
-        if self.mode == "eager":
-            return self._part.restore(program.run_eager(values)), Ran(None, NotReplayed.EAGER_MODE)
-        results = self._replay(program, values, bucket)
-        return self._part.restore([result[:rows] for result in results]), Ran(bucket, None)
+        bucket = bucket_for(rows, self.buckets)
+        reason = _REASONS.get(self.mode)
+        if bucket is None or reason is not None:
+            results = self._part.restore(program.run_eager(values))
+            return results, Ran(None, reason or NotReplayed.BEYOND_LARGEST_BUCKET)
+        replayed = self._replay(program, values, bucket)
+        return self._part.restore([result[:rows] for result in replayed]), Ran(bucket, None)
 
     def _replay(self, program: Program, values: dict[str, Tensor], bucket: int) -> tuple[Tensor, ...]:
         if self.mode == "compare":
-            return program.compare(values, bucket)
+            return program.compare(values, bucket, self._row_invariant)
         if self.mode == "poison":
             program.poison()
         program.load(values, bucket)

@@ -24,7 +24,7 @@ from octavo.model.random_weights import randomise
 from octavo.passes.base import Compilation, InputKind
 from tests.graphs.mini_program import compiled, export, prepared, write_dump
 
-PASSES = ("normalise", "verify", "place", "propagate", "breaks", "plan_buffers", "split", "lower", "prove")
+PASSES = ("normalise", "choose", "verify", "place", "propagate", "breaks", "plan_buffers", "split", "lower", "prove")
 Dump = tuple[Path, Facts, Compilation]
 
 

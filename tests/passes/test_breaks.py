@@ -67,7 +67,7 @@ def test_backends_decide() -> None:
                 known = operator_of(node)
                 if known is None:
                     continue
-                breaks = device not in known.backend("reference").capturable
+                breaks = device not in known.backends["reference"].capturable
                 assert (piece.kind is PieceKind.BREAK) is breaks, node
                 reason = f"{known.name}: backend reference is not capturable on {device}"
                 assert (reason in piece.reasons) is breaks, node

@@ -82,7 +82,7 @@ def test_steps_beyond_the_largest_bucket_are_counted(plain: list[object], caplog
 def test_the_start_is_accounted_for() -> None:
     with Engine(config(layers=2, kv_storage="bf16")) as engine:
         phases = dict(engine.timeline)
-    assert list(phases) == ["weights, tokenizer, pools", "export", "passes and proof", "buffers and warm-up"]
+    assert list(phases) == ["weights, tokenizer", "pools", "export", "passes and proof", "buffers"]
     assert all(seconds > 0 for seconds in phases.values())
 
 

@@ -1,0 +1,61 @@
+"""What newer versions of torch tell about captured graphs: used where a probe finds it, named in the dump where not.
+
+Probed by presence, not by version: builds differ, and drivers too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """Something that a torch may have."""
+
+    name: str
+    use: str
+    """What it is for here."""
+    found: bool
+
+    def describe(self) -> str:
+        state = "used" if self.found else f"not in torch {torch.__version__}"
+        return f"{self.name}: {state} ({self.use})"
+
+
+def input_liveness() -> Feature:
+    """``capture_begin(check_input_liveness=True)``: a replay of freed inputs is an error. From torch 2.13."""
+    parameters = inspect.signature(torch.cuda.CUDAGraph.capture_begin).parameters
+    return Feature(
+        "check_input_liveness",
+        "in modes compare and poison a replay whose inputs were freed is an error",
+        "check_input_liveness" in parameters,
+    )
+
+
+def kernel_marks() -> Feature:
+    """``torch.cuda.graph_annotations.mark_kernels``: names for kernels in traces. From torch 2.14 on."""
+    return Feature(
+        "graph_annotations",
+        "kernels of a segment carry its number and layers in traces",
+        importlib.util.find_spec("torch.cuda.graph_annotations") is not None,
+    )
+
+
+def features() -> tuple[Feature, ...]:
+    """All of them, as this torch has them."""
+    return input_liveness(), kernel_marks()
+
+
+def marked(title: str) -> AbstractContextManager[object]:
+    """Kernels captured in here are called ``title`` in traces, where torch can do that."""
+    if not kernel_marks().found:
+        return nullcontext()
+    annotations = importlib.import_module("torch.cuda.graph_annotations")
+    mark: AbstractContextManager[object] = annotations.mark_kernels(title)
+    return mark

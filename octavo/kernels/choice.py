@@ -1,0 +1,41 @@
+"""Which backend computes each operator: decided once at start-up, by numerics and by what the device can run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from octavo.kernels.operator import OPERATORS
+
+Numerics = Literal["reference", "fast", "plain"]
+"""The named modes of design section 8. ``reference`` and ``plain`` differ in the dtype of activations alone."""
+
+_PREFERENCE: dict[Numerics, tuple[str, ...]] = {
+    "reference": ("reference",),
+    "plain": ("reference",),
+    "fast": ("torch", "reference"),
+}
+"""Backends from the best on. An operator that sums nothing has its reference alone, which is right in every mode."""
+
+
+def choose_backends(numerics: Numerics, device: str) -> dict[str, str]:
+    """Backend name of every operator: the first preferred one that the operator has on this kind of device.
+
+    Collectives are carried out by a communicator and have none.
+    """
+    chosen = {}
+    for name, known in OPERATORS.items():
+        if known.contract.collective:
+            continue
+        able = [b for b in _PREFERENCE[numerics] if b in known.backends and device in known.backends[b].devices]
+        chosen[name] = able[0]
+    return chosen
+
+
+def describe_backends(backends: Iterable[str]) -> str:
+    """``22 operators by torch, 3 by reference``."""
+    counts: dict[str, int] = {}
+    for backend in backends:
+        counts[backend] = counts.get(backend, 0) + 1
+    (first, count), *others = sorted(counts.items(), key=lambda item: -item[1])
+    return ", ".join([f"{count} operators by {first}", *(f"{number} by {name}" for name, number in others)])

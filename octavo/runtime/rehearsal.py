@@ -1,0 +1,58 @@
+"""How much memory a step really takes on a GPU, measured before the pools get what is left (design section 5).
+
+The estimate made before loading is for refusing what cannot work. Once the weights are there, one eager step of the
+most rows that a step may have runs on pools just large enough for it, and tells what to keep free.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+import torch
+
+from octavo.kernels.paging import PAGE_TOKENS
+from octavo.runtime.assemble import Assembly
+from octavo.runtime.capacity import plan_capacity
+from octavo.runtime.config import EngineConfig
+from octavo.runtime.pools import PoolSizes
+from octavo.runtime.programs import RESERVE
+from octavo.runtime.runner import Chunk, Runner
+
+_LOG = logging.getLogger("octavo.engine")
+
+
+def with_measured_capacity(assembly: Assembly, config: EngineConfig) -> Assembly:
+    """The assembly with pools sized by a measured step; as it is where the state's size was asked for, or on a CPU.
+
+    Raises :class:`OctavoError` if not even one page fits beside weights and step.
+    """
+    if assembly.device.type != "cuda" or config.kv_tokens is not None:
+        return assembly
+    needed = step_memory(assembly, config.chunk)
+    _LOG.info("a step of %d rows takes %.2f GB beside weights and state", config.chunk, needed / 1e9)
+    text, storage = assembly.config.text_config, assembly.capacity.storage
+    capacity = plan_capacity(config, text, storage, assembly.device, weight_bytes=0, step=needed)
+    return dataclasses.replace(assembly, capacity=capacity)
+
+
+def step_memory(assembly: Assembly, rows: int) -> int:
+    """Bytes of static buffers, and :data:`RESERVE` times the peak of an eager step of ``rows`` rows, on the device."""
+    device = assembly.device
+    pages = -(-rows // PAGE_TOKENS)
+    slots = assembly.capacity.sizes.slots
+    small = dataclasses.replace(assembly.capacity, sizes=PoolSizes(slots=slots, pages=pages, max_pages=pages))
+    torch.cuda.empty_cache()
+    runner = Runner(dataclasses.replace(assembly, capacity=small), (rows,), "eager")
+    buffers = runner.programs.buffer_bytes
+    runner.set_pages([(0, page, page) for page in range(pages)])
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    hidden = runner.run([Chunk(slot=0, start=0, ids=[0] * rows)])
+    runner.logits(hidden, list(range(min(slots, rows))))
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    del runner, hidden
+    torch.cuda.empty_cache()
+    return buffers + int(RESERVE * peak)
