@@ -2,7 +2,8 @@
 
 It holds an overview and a directory for each program. It is claimed before any work starts. Everything in it is a
 function of the model, the options and the versions, except ``timings.json`` and ``report.html``, the page that shows
-them; so two dumps can be compared with ``diff -r``, or in words with ``octavo graphs diff``.
+them; so two dumps can be compared with ``diff -r``, or in words with ``octavo graphs diff``. An engine's dump also has
+what its start measured: ``measured.json``, and the pages ``regions.md`` and ``buckets.md`` that tell it.
 """
 
 from __future__ import annotations
@@ -23,14 +24,10 @@ from octavo.passes.base import Compilation, Pass, PassContext
 from octavo.passes.runner import PassResult
 
 REPORT = "report.json"
-_PAGES = {
-    "index.md": pages.index_page,
-    "pieces.md": pages.pieces_page,
-    "buffers.md": pages.buffers_page,
-    "buckets.md": pages.buckets_page,
-    "collectives.md": pages.collectives_page,
-}
-_OTHER_FILES = ("program.py.txt", "timings.json")
+MEASURED = "measured.json"
+"""What a start measured of a program, beside its report; only an engine has that."""
+_PAGES = ("index.md", "pieces.md", "buffers.md", "buckets.md", "collectives.md", "regions.md")
+_OTHER_FILES = ("program.py.txt", "timings.json", MEASURED)
 REPLAY_LOG = "replay.jsonl"
 """Where an engine writes a line for every step, beside the overview."""
 PAGE = "report.html"
@@ -84,6 +81,12 @@ def _empty(directory: Path) -> None:
         (directory / "passes").rmdir()
 
 
+def read_measured(directory: Path) -> Facts | None:
+    """What a start measured of one program, or None where none did."""
+    file = directory / MEASURED
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+
 def _is_dump(directory: Path) -> bool:
     return read_report(directory) is not None
 
@@ -124,8 +127,10 @@ class DumpWriter:
         results: Sequence[PassResult],
         title: Sequence[str] = (),
         timeline: Mapping[str, float] | None = None,
+        measured: Facts | None = None,
     ) -> Facts:
-        """Write everything -> the report. ``title`` says what the model is; ``timeline`` holds seconds by phase.
+        """Write everything -> the report. ``title`` says what the model is; ``timeline`` holds seconds by phase,
+        ``measured`` what a start measured (:mod:`octavo.graphs.measured`).
 
         Raises :class:`OctavoError` if writing fails after all, such as on a full disk.
         """
@@ -139,10 +144,12 @@ class DumpWriter:
                 self._write(entry["file"], [*heading, *text.annotated()])
                 if difference is not None:
                     self._write(entry["diff"], [f"What {entry['name']} did.", "", *difference.lines()])
-            for file, page in _PAGES.items():
-                self._write(file, page(report))
+            for file, page in _pages(report, measured).items():
+                self._write(file, page)
             self._write("program.py.txt", program)
             _write_json(self._directory / "timings.json", {name: round(value, 4) for name, value in seconds.items()})
+            if measured is not None:
+                _write_json(self._directory / MEASURED, measured)
             _write_json(self._directory / REPORT, report)
         except OSError as error:
             raise OctavoError(f"the dump in {self._directory} is incomplete: {error}") from error
@@ -182,6 +189,18 @@ class DumpWriter:
         (self._directory / file).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+def _pages(report: Facts, measured: Facts | None) -> dict[str, list[str]]:
+    """Lines by file."""
+    written = {
+        "index.md": pages.index_page(report, measured),
+        "pieces.md": pages.pieces_page(report),
+        "buffers.md": pages.buffers_page(report),
+        "buckets.md": pages.buckets_page(report, measured),
+        "collectives.md": pages.collectives_page(report),
+    }
+    return written if measured is None else written | {"regions.md": pages.regions_page(report, measured)}
+
+
 def write_overview(directory: Path, title: Sequence[str], programs: Mapping[str, Facts]) -> None:
     """Index, report and page of a claimed directory whose subdirectories hold ``programs``, by name."""
     try:
@@ -207,17 +226,19 @@ def write_page(directory: Path) -> None:
     Raises :class:`OSError` if a file of the dump is gone or the page cannot be written.
     """
     overview = json.loads((directory / REPORT).read_text(encoding="utf-8"))
-    programs, timings, differences = {}, {}, {}
+    programs, timings, differences, measured = {}, {}, {}, {}
     for name, path in overview["programs"].items():
         program = (directory / path).parent
         programs[name] = report = json.loads((directory / path).read_text(encoding="utf-8"))
         timings[name] = json.loads((program / "timings.json").read_text(encoding="utf-8"))
+        measured[name] = read_measured(program)
         differences[name] = {
             entry["name"]: (program / entry["diff"]).read_text(encoding="utf-8")
             for entry in report["passes"]
             if entry["diff"]
         }
-    page = report_page(overview["title"], programs, timings, _last_steps(directory / REPLAY_LOG), differences)
+    steps = _last_steps(directory / REPLAY_LOG)
+    page = report_page(overview["title"], programs, timings, steps, differences, measured)
     (directory / PAGE).write_text(page, encoding="utf-8")
 
 

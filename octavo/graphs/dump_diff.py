@@ -1,6 +1,7 @@
 """Two dumps compared in words: what one has and the other has not, and what differs in what both have.
 
-Seconds and the history of steps are left out: they differ from run to run.
+Seconds, bytes of captures, what was found in a cache, and the history of steps are left out: they differ from run to
+run.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import Any
 from octavo.errors import UsageError
 from octavo.graphs.describe import GraphText, NodeText
 from octavo.graphs.differences import compare
-from octavo.graphs.dump import read_report
-from octavo.graphs.facts import Facts
+from octavo.graphs.dump import read_measured, read_report
+from octavo.graphs.facts import SCHEMA, Facts
 from octavo.graphs.tables import counted, layer_span, ranges, size
 
 _LISTED = 20
@@ -28,7 +29,8 @@ _PLACES = ("writer", "readers", "life", "storage")
 def compare_dumps(first: Path, second: Path) -> list[str]:
     """Lines of what differs between the dumps A (``first``) and B (``second``); none if nothing does.
 
-    Each may be a whole dump or the directory of one program. Raises :class:`UsageError` for a path that holds none.
+    Each may be a whole dump or the directory of one program. Raises :class:`UsageError` for a path that holds none, or
+    one of another version.
     """
     (title_a, programs_a), (title_b, programs_b) = _read(first), _read(second)
     lines = _only("title", title_a, title_b)
@@ -48,6 +50,11 @@ def _read(directory: Path) -> tuple[list[str], dict[str, _Program]]:
     if report is None or not report["complete"]:
         what = "no graph dump" if report is None else "a dump that was not finished"
         raise UsageError(f"{directory} holds {what}. Name a directory that `octavo graphs dump --out` has written.")
+    if report["schema"] != SCHEMA:
+        raise UsageError(
+            f"{directory} has a report of schema {report['schema']}, and this version reads schema {SCHEMA}. Write the "
+            "dump again."
+        )
     if "programs" not in report:
         return report["title"], {"program": (directory, report)}
     programs = {}
@@ -64,7 +71,9 @@ def _program(a: _Program, b: _Program) -> list[str]:
         _changed(field, one[field], other[field]) for field in ("ranks", "rows", "device") if one[field] != other[field]
     ]
     lines += _instructions(one, other) + _breaks(one, other) + _collectives(one, other)
-    lines += _buffers(one, other) + _buckets(one, other)
+    measured = [read_measured(path) for path in (path_a, path_b)]
+    lines += _regions(one, other, measured)
+    lines += _buffers(one, other) + _buckets(one, other) + _captures(measured)
     lines += _mapping("backend of", one["backends"], other["backends"])
     lines += _passes(one, other) + _graphs(path_a, path_b, one, other)
     if not lines and _comparable(one) != _comparable(other):
@@ -154,6 +163,50 @@ def _collectives(one: Facts, other: Facts) -> list[str]:
     ]
     sent = [sum(move["bytes_sent_per_row"] for move in report["collectives"]) for report in (one, other)]
     return lines + ([_changed("a rank sends, a row", size(sent[0]), size(sent[1]))] if sent[0] != sent[1] else [])
+
+
+_Measured = Sequence[Facts | None]
+
+
+def _regions(one: Facts, other: Facts, measured: _Measured) -> list[str]:
+    """What a compiler would be given; and what it was given, where that is another thing."""
+    given = _region_counts(one["regions"], other["regions"])
+    lines = [f"regions of {line}" for line in given]
+    texts_a, texts_b = ({region["text"]: region["name"] for region in report["regions"]} for report in (one, other))
+    alone_a = dict.fromkeys(name for text, name in texts_a.items() if text not in texts_b)
+    alone_b = {name for text, name in texts_b.items() if text not in texts_a}
+    alike = [name for name in alone_a if name in alone_b]
+    lines += [f"regions with other shapes or constants: {', '.join(alike)}"] if alike else []
+    old, new = (each["regions"] if each is not None else None for each in measured)
+    if old is not None and new is not None:
+        compiled = _region_counts(old["kinds"], new["kinds"])
+        lines += [f"compiled regions of {line}" for line in compiled if line not in given]
+        casts = ["kept" if each["casts_survive"] else "dropped" for each in (old, new)]
+        lines += [_changed("BF16 round trips inside a region", *casts)] if casts[0] != casts[1] else []
+    elif None not in measured and old is not new:
+        lines.append(_changed("compiled", *("nothing" if each is None else "regions" for each in (old, new))))
+    return lines
+
+
+def _region_counts(old: Sequence[Facts], new: Sequence[Facts]) -> list[str]:
+    """Kinds of one name are added up: they differ in their shapes."""
+    counts_a, counts_b = Counter[str](), Counter[str]()
+    for counts, kinds in ((counts_a, old), (counts_b, new)):
+        for kind in kinds:
+            counts[kind["name"]] += kind["count"]
+    names = dict.fromkeys((*counts_a, *counts_b))
+    return [_changed(name, counts_a[name], counts_b[name]) for name in names if counts_a[name] != counts_b[name]]
+
+
+def _captures(measured: _Measured) -> list[str]:
+    """How much was captured, and what torch tells about it; nothing that a clock or an allocator says."""
+    started = [each for each in measured if each is not None]
+    if len(started) < 2:
+        return []
+    graphs = [sum(capture["segments"] for capture in each["captures"]) for each in started]
+    features = [{f["name"]: "found" if f["found"] else "not there" for f in each["features"]} for each in started]
+    lines = [_changed("CUDA graphs", *graphs)] if graphs[0] != graphs[1] else []
+    return lines + _mapping("feature of torch", *features)
 
 
 def _buffers(one: Facts, other: Facts) -> list[str]:

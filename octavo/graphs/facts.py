@@ -160,21 +160,19 @@ def _updates(piece: SplitPiece, names: dict[str, str]) -> list[str]:
 
 
 def _regions(compilation: Compilation) -> list[Facts]:
-    """Kinds of regions, in order of first appearance; each was traced as one and would be compiled once."""
+    """Kinds of regions, in order of first appearance: what would be compiled once each."""
     kinds: dict[str, Facts] = {}
     for piece in compilation.pieces:
         for node in piece.piece.nodes:
             text = piece.regions.get(node.name)
             if text is None:
                 continue
-            known = operator_of(node)
-            assert known is not None
-            name = f"{known.name}.{backend_of(node).name}"
-            new: Facts = {"of": f"R{len(kinds) + 1}", "name": name, "count": 0, "layers": [], "text": text}
-            kind = kinds.setdefault(text, new)
-            kind["count"] += 1
-            if node.meta[LAYER] is not None and node.meta[LAYER] not in kind["layers"]:
-                kind["layers"].append(node.meta[LAYER])
+            if text not in kinds:
+                name = f"{operation_of(node)}.{backend_of(node).name}"
+                kinds[text] = {"of": f"R{len(kinds) + 1}", "name": name, "count": 0, "layers": [], "text": text}
+            kinds[text]["count"] += 1
+            if node.meta[LAYER] is not None and node.meta[LAYER] not in kinds[text]["layers"]:
+                kinds[text]["layers"].append(node.meta[LAYER])
     return list(kinds.values())
 
 
@@ -190,8 +188,9 @@ def _calls(piece: SplitPiece, regions: Mapping[str, str]) -> list[Facts]:
             place = piece.layers.index(node.meta[LAYER])
         if _computes(node):
             what = "operator" if operator_of(node) is not None else "node"
-            call: Facts = {"layer": place, what: operation_of(node)}
-            calls.append(call | {"region": regions[text]} if (text := piece.regions.get(node.name)) else call)
+            calls.append({"layer": place, what: operation_of(node)})
+            if node.name in piece.regions:
+                calls[-1]["region"] = regions[piece.regions[node.name]]
     return calls
 
 

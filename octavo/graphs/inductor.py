@@ -25,6 +25,7 @@ from octavo.graphs.regions import (
     Compilable,
     Region,
     Traced,
+    check_guards,
     compilable_backend,
     find_regions,
     rows_of,
@@ -36,6 +37,18 @@ from octavo.passes.breaks import PieceKind
 from octavo.passes.lower import Instruction
 
 REMEDY = "Start with --compile none: operators then run as they are."
+OPTIONS = {
+    "emulate_precision_casts": True,
+    # Quantisers divide by powers of two: an approximate quotient could fall on the other side of a tie.
+    "eager_numerics.division_rounding": True,
+    # Reductions are not timed to choose among orders of summation: ranks and starts agree to the bit.
+    "deterministic": True,
+    # Kernels are few and small. Workers would outlive the start, and begin with importing torch.
+    "compile_threads": 1,
+    # Launches are chosen at the first call, on its tensors, and not now, on more memory than may be free.
+    "triton.autotune_at_compile_time": False,
+}
+"""What Inductor is told. ``standalone_compile`` would choose launches while it compiles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,27 +208,11 @@ def _artifact(traced: Traced, largest_rows: int) -> Callable[..., Any]:
         # Where "from_graph" looks for the mode of the symbols; without it, it makes one that knows none of them.
         node.meta["example_value"] = node.meta[VALUE]
     with torch.no_grad():
-        return standalone_compile(
-            traced.module,
-            list(traced.inputs),
-            dynamic_shapes="from_graph",
-            options={"config_patches": _options(largest_rows)},
+        artifact = standalone_compile(
+            traced.module, list(traced.inputs), dynamic_shapes="from_graph", options={"config_patches": OPTIONS}
         )
-
-
-def _options(largest_rows: int) -> dict[str, Any]:
-    return {
-        "emulate_precision_casts": True,
-        # Quantisers divide by powers of two: an approximate quotient could fall on the other side of a tie.
-        "eager_numerics.division_rounding": True,
-        # Reductions are not timed to choose among orders of summation: ranks and starts agree to the bit.
-        "deterministic": True,
-        # Kernels are few and small. Workers would outlive the start, and begin with importing torch.
-        "compile_threads": 1,
-        # The size to optimise for, and a part of the cache's key. The range of the symbol is none, and whether an
-        # index fits into 32 bits depends on it: an artifact for fewer rows would be found and overflow.
-        "unbacked_symint_fallback": largest_rows,
-    }
+    check_guards(traced, largest_rows)
+    return artifact
 
 
 def _replaced(module: GraphModule, artifacts: Mapping[Node, CompiledRegion]) -> GraphModule:

@@ -19,8 +19,14 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+    StrictMinMaxConstraint,
+)
 from torch.fx.node import map_arg
+from torch.utils._sympy.value_ranges import ValueRanges
 
 from octavo.kernels.operator import Backend
 from octavo.passes.base import LAYER, VALUE, GraphError, backend_of, operator_of, values_of
@@ -63,6 +69,8 @@ class Traced:
     module: GraphModule
     inputs: list[Tensor]
     """Fake, contiguous; the row extent is one symbol."""
+    environment: ShapeEnv
+    """Of that symbol alone. It has no guards yet; a compiler leaves here what it takes for granted."""
 
     @property
     def outputs(self) -> tuple[Node, ...]:
@@ -95,8 +103,8 @@ def find_regions(instructions: Iterable[Instruction], compilable: Compilable = c
 def trace_region(region: Region, largest_rows: int) -> Traced:
     """The function of a kind's backend with all arguments but its tensors bound; inputs as ``node.all_input_nodes``.
 
-    A function that reads data on the host, or that branches on the number of rows, raises. So does a result that is not
-    what the graph says: then backend and fake implementation disagree.
+    See :func:`trace`. Raises :class:`GraphError` if a result is not what the graph says: then backend and fake
+    implementation disagree.
     """
     node = region.nodes[0]
     operands = node.all_input_nodes
@@ -118,24 +126,38 @@ def trace_region(region: Region, largest_rows: int) -> Traced:
 def trace(call: Callable[..., Sequence[Tensor]], examples: Sequence[Tensor], largest_rows: int) -> Traced:
     """Trace ``call(*examples)`` for 1 to ``largest_rows`` rows. Symbolic extents of the examples are rows.
 
+    A function that reads data on the host, or whose shapes depend on data, raises; so does a branch on the number of
+    rows. One row is traced as any other number: an extent of one makes strides irrelevant, and nothing else.
+
     The graph has a ``ShapeEnv`` of its own: what a compiler assumes of it touches nothing else, and the symbol has one
-    name in every kind, so that equal kinds of other models are found in the compiler's cache. The symbol is *unbacked*,
-    an extent without an example: a backed one takes on guards such as ``Ne(r, 1)`` in passing, which an artifact
-    compiled ahead never checks, while a branch on this one is an error.
+    name in every kind, so that equal kinds of other models are found in the compiler's cache.
     """
-    mode = FakeTensorMode(shape_env=ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False))
-    rows = _rows_symbol(mode, largest_rows)
-    with mode:
-        inputs = [
-            torch.empty([_in_rows(extent, rows) for extent in value.shape], dtype=value.dtype, device=value.device)
-            for value in examples
-        ]
+    environment = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    mode = FakeTensorMode(shape_env=environment)
+    rows = _rows_symbol(mode, environment, largest_rows)
 
     def contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
         return tuple(result.contiguous() for result in call(*tensors))
 
     with torch.no_grad(), mode, enable_python_dispatcher():
-        return Traced(make_fx(contiguous)(*inputs), inputs)
+        inputs = [
+            torch.empty([_in_rows(extent, rows) for extent in value.shape], dtype=value.dtype, device=value.device)
+            for value in examples
+        ]
+        traced = Traced(make_fx(contiguous)(*inputs), inputs, environment)
+    check_guards(traced, largest_rows)
+    return traced
+
+
+def check_guards(traced: Traced, largest_rows: int) -> None:
+    """Raise ValueError unless what tracing and compiling took for granted holds for 2 to ``largest_rows`` rows.
+
+    Nothing checks it when an artifact is called.
+    """
+    for guard in traced.environment.guards:
+        for rows in (*range(2, min(largest_rows, 64)), largest_rows):
+            if rows > 1 and not guard.expr.subs(dict.fromkeys(guard.expr.free_symbols, rows)):
+                raise ValueError(f"it holds only where {guard.expr}, and {rows} rows break that")
 
 
 def describe(value: Tensor) -> str:
@@ -153,18 +175,23 @@ def rows_of(value: Tensor) -> tuple[int, int] | None:
     return None
 
 
-def _rows_symbol(mode: FakeTensorMode, largest: int) -> int:
-    """A ``SymInt``, which type checkers take for a number."""
-    assert mode.shape_env is not None
+def _rows_symbol(mode: FakeTensorMode, environment: ShapeEnv, largest: int) -> int:
+    """A ``SymInt``, which type checkers take for a number, of at least 2: torch fixes extents of 0 and 1.
+
+    A symbol without a lower bound and an example (*unbacked*) would need no such bound, but Inductor of torch 2.11
+    fuses nothing of unknown size.
+    """
+    largest = max(3, largest)  # a range of one number is that number
+    bounds = StrictMinMaxConstraint(vr=ValueRanges(2, largest), warn_only=False)
     context: StatelessSymbolicContext[..., Any] = StatelessSymbolicContext(
-        dynamic_sizes=[DimDynamic.UNBACKED], constraint_sizes=[None]
+        dynamic_sizes=[DimDynamic.DYNAMIC], constraint_sizes=[bounds]
     )
-    with mode.shape_env.ignore_fresh_unbacked_symbols():
-        counted = mode.from_tensor(torch.empty(2), source=ConstantSource("rows"), symbolic_context=context)
-    rows = counted.shape[0]
-    torch._check(rows >= 1)
-    torch._check(rows <= largest)
-    return rows
+    example = torch.empty(largest, dtype=torch.uint8)
+    rows: Any = mode.from_tensor(example, source=ConstantSource("rows"), symbolic_context=context).shape[0]
+    # Whether an index fits into 32 bits depends on the range. The key of Inductor's cache has no ranges, but it has
+    # this; else an artifact for fewer rows would be found, and overflow.
+    environment.var_to_hint_override[rows.node.expr] = largest
+    return cast(int, rows)
 
 
 def _in_rows(extent: int, rows: int) -> int:

@@ -1,7 +1,7 @@
 """``report.html``: a dump as one page to look at, which needs nothing but a browser.
 
-The facts travel in it as JSON; ``data/report.js`` and ``data/report_charts.js`` draw them. Everything is inlined: the
-page asks for no other file and no network.
+The facts travel in it as JSON; the scripts in ``data/`` draw them. Everything is inlined: the page asks for no other
+file and no network.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from octavo.graphs.facts import Facts
 
 _DATA = Path(__file__).parent / "data"
 _STYLE = "report.css"
-_SCRIPTS = ("report.js", "report_charts.js", "report_start.js")
+_SCRIPTS = ("report.js", "report_charts.js", "report_regions.js", "report_start.js")
 """In the order in which they run."""
 
 LAST_STEPS = 2000
@@ -29,6 +29,7 @@ def report_page(
     timings: Mapping[str, Mapping[str, float]],
     replays: Sequence[Mapping[str, object]] = (),
     differences: Mapping[str, Mapping[str, str]] | None = None,
+    measured: Mapping[str, Facts | None] | None = None,
 ) -> str:
     """The page of a dump.
 
@@ -38,6 +39,7 @@ def report_page(
         timings: seconds by phase, by program.
         replays: lines of an engine's log of steps, oldest first; the last :data:`LAST_STEPS` of them are shown.
         differences: what each pass did, by program and name of the pass.
+        measured: what a start measured, by program; None for what was not started.
     """
     island = {
         "title": list(title),
@@ -45,6 +47,7 @@ def report_page(
         "timings": timings,
         "replays": list(replays[-LAST_STEPS:]),
         "differences": differences or {},
+        "measured": measured or {},
     }
     parts = {
         "title": escape(title[0] if title else "Graph dump"),

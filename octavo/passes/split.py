@@ -77,7 +77,9 @@ class Split:
             )
         compilation.pieces = split
         regions = [text for piece in split for text in piece.regions.values()]
-        counted = f"{len(regions)} regions of {len(set(regions))} kinds" if compiles else "no regions: reference backends"
+        counted = (
+            f"{len(regions)} regions of {len(set(regions))} kinds" if compiles else "no regions: reference backends"
+        )
         return PassReport(len(split), notes=(f"{len(split)} pieces of {len(by_text)} kinds", counted))
 
     def ensures(self, compilation: Compilation, context: PassContext) -> None:

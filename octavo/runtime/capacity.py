@@ -88,8 +88,8 @@ def plan_capacity(
         if pages < 1:
             raise OctavoError(
                 f"{device}: {free / 1e9:.2f} GB beside weights and the {step / 1e9:.2f} GB of a step are not enough "
-                f"for {slots} requests ({slots * request_bytes / 1e9:.2f} GB) and a page. Lower --max-requests or --chunk, "
-                "load fewer layers (--layers), or choose another device (--device)."
+                f"for {slots} requests ({slots * request_bytes / 1e9:.2f} GB) and a page. Lower --max-requests or "
+                "--chunk, load fewer layers (--layers), or choose another device (--device)."
             )
     pages = min(pages, useful)
     longest = min(longest, pages * PAGE_TOKENS)

@@ -209,7 +209,20 @@ def _probe_reference() -> str:
     return "plain PyTorch, on every device"
 
 
-BACKENDS: dict[str, Callable[[], str]] = {"reference": _probe_reference}
+def _probe_torch() -> str:
+    """Grouped products, on a GPU without waiting for the host: kernels for that exist from Hopper on."""
+    import torch
+
+    if not hasattr(torch.nn.functional, "grouped_mm"):
+        raise RuntimeError(f"torch {torch.__version__} has no torch.nn.functional.grouped_mm")
+    for index in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(index)
+        if major not in (9, 10):
+            raise RuntimeError(f"cuda:{index} has capability {major}.{minor}; grouped products need 9 or 10")
+    return "numerics fast: BF16 products by PyTorch, capturable on GPUs of capability 9 and 10"
+
+
+BACKENDS: dict[str, Callable[[], str]] = {"reference": _probe_reference, "torch": _probe_torch}
 """For each backend a probe that describes it, or raises RuntimeError saying why it cannot run here."""
 
 

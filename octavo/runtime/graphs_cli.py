@@ -36,7 +36,7 @@ def dump(
     out: Annotated[Path, typer.Option(help="Directory to write; must be new, empty or an older dump.")],
     ranks: Ranks = 1,
 ) -> None:
-    """Write graphs, passes, pieces, buffers, buckets and the program to a directory.
+    """Write graphs, passes, pieces, regions, buffers, buckets and the program to a directory.
 
     Start with its index.md or, in a browser, with its report.html.
     """
@@ -106,7 +106,8 @@ def diff_command(
     from octavo.graphs.dump_diff import compare_dumps
 
     lines = compare_dumps(first, second)
-    typer.echo("\n".join(lines) if lines else "equal, but for seconds and the history of steps, which are not compared")
+    equal = "equal, but for what a start measures and the history of steps, which are not compared"
+    typer.echo("\n".join(lines) if lines else equal)
     if lines:
         raise typer.Exit(1)
 

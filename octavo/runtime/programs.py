@@ -20,6 +20,7 @@ from octavo.graphs.cuda import Recorder
 from octavo.graphs.dump import PAGE, REPLAY_LOG, DumpWriter, write_overview, write_page
 from octavo.graphs.footprint import buffer_bytes, peak_bytes
 from octavo.graphs.inductor import compile_regions
+from octavo.graphs.measured import measured_of
 from octavo.model.inputs import Rows, Tokens
 from octavo.model.memory import check_memory
 from octavo.passes.base import PassContext
@@ -126,16 +127,17 @@ class Programs:
                 program.capture(recorder, advance)
         times.append(time.perf_counter())
         buckets = made[0].buckets
-        self.description = (
+        title = (
             f"graphs {mode}: {'; '.join(program.describe() for program in made)}; {len(buckets)} buckets to "
             f"{buckets[-1]:,} rows, at most {worst_padding(buckets):.0%} padding; "
             f"{sum(program.buffer_bytes for program in made) / 1e6:.0f} MB of buffers"
         )
-        for each in compiled:
-            if each.regions is not None:
-                self.description += f"\n{each.part.name}: {each.regions.describe()}"
+        self.description = "\n".join(
+            (title, *(f"{each.part.name}: {each.regions.describe()}" for each in compiled if each.regions is not None))
+        )
         if dump_dir is not None:
-            self._dump(dump_dir, compiled)
+            compiler = "inductor" if assembly.inductor else "none"
+            self._dump(dump_dir, [title, f"compile {compiler}, torch {torch.__version__}"], compiled, made)
         times.append(time.perf_counter())
         exports, passes = sum(each.export_seconds for each in compiled), sum(each.pass_seconds for each in compiled)
         tracing, compiling, making, capturing, dumping = (end - begin for begin, end in itertools.pairwise(times))
@@ -159,15 +161,27 @@ class Programs:
         peak = max(peak_bytes(each.compilation, each.buckets[-1]) for each in compiled)
         check_memory(needed + int(RESERVE * peak), device)
 
-    def _dump(self, directory: Path, compiled: Sequence[Compiled]) -> None:
+    def _dump(
+        self, directory: Path, title: Sequence[str], compiled: Sequence[Compiled], made: Sequence[StepProgram]
+    ) -> None:
         reports = {}
-        for each in compiled:
+        for each, program in zip(compiled, made, strict=True):
             assert each.dump is not None
-            timeline = {"export": each.export_seconds}
+            timeline = {"export": each.export_seconds, "passes and proof": each.pass_seconds}
+            if each.regions is not None:
+                timeline["compilation"] = each.regions.seconds
+            if program.captures:
+                timeline["capture"] = sum(capture.seconds for capture in program.captures)
             reports[each.part.name] = each.dump.finish(
-                each.compilation, each.context, each.buckets, each.passes, [self.description], timeline
+                each.compilation,
+                each.context,
+                each.buckets,
+                each.passes,
+                title,
+                timeline,
+                measured_of(program.captures, each.regions),
             )
-        write_overview(directory, [self.description], reports)
+        write_overview(directory, title, reports)
         self._log_file = (directory / REPLAY_LOG).open("w", encoding="utf-8", buffering=1)
 
     def hidden(self, tokens: Tokens) -> Tensor:

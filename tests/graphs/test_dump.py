@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import copy
+import itertools
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -12,17 +14,20 @@ import pytest
 import torch
 
 from octavo.errors import UsageError
+from octavo.graphs import pages
 from octavo.graphs.describe import describe
 from octavo.graphs.differences import compare
 from octavo.graphs.dump import DumpWriter, claim
 from octavo.graphs.facts import Facts, facts_of
+from octavo.graphs.measured import measured_of
 from octavo.graphs.program_text import program_text
+from octavo.graphs.regions import find_regions
 from octavo.graphs.tables import ranges, size, table
 from octavo.model.model import empty_model
 from octavo.model.presets import preset
 from octavo.model.random_weights import randomise
 from octavo.passes.base import Compilation, InputKind
-from tests.graphs.mini_program import compiled, export, prepared, write_dump
+from tests.graphs.mini_program import TOP, compiled, export, fabricated, prepared, write_dump
 
 PASSES = ("normalise", "choose", "verify", "place", "propagate", "breaks", "plan_buffers", "split", "lower", "prove")
 Dump = tuple[Path, Facts, Compilation]
@@ -110,7 +115,7 @@ def test_report(dump: Dump) -> None:
     directory, returned, compilation = dump
     report = json.loads((directory / "report.json").read_text())
     assert report == json.loads(json.dumps(returned))
-    assert report["schema"] == 1 and report["complete"] is True
+    assert report["schema"] == 2 and report["complete"] is True
     assert [entry["name"] for entry in report["passes"]] == ["captured", *PASSES]
     assert len(report["pieces"]) == len(compilation.instructions) and len(report["buffers"]) == len(compilation.buffers)
     assert sum(kind["count"] for kind in report["kinds"]) == len(report["pieces"])
@@ -146,6 +151,102 @@ def test_pages_agree_with_the_report(dump: Dump) -> None:
     rows = [line for line in collectives.splitlines() if line.startswith("|")][2:]
     assert len(rows) == len(report["collectives"]) == (30 if report["ranks"] == 4 else 0)
     assert ("None: no rows move" in collectives) == (report["ranks"] == 1)
+
+
+Measured = tuple[Path, Facts, Facts]
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    """Of two layers by the backends of numerics ``fast``: directory, report and what was measured."""
+    directory = tmp_path_factory.mktemp("started")
+    report, program = write_dump(directory, 1, 2, "fast", fabricated)
+    assert [region["text"] for region in report["regions"]] == [
+        region.text for region in find_regions(program.compilation.instructions)
+    ]
+    return directory, report, json.loads((directory / "measured.json").read_text())
+
+
+def table_rows(page: str, heading: str) -> list[list[str]]:
+    """Cells of the table whose first line has this heading."""
+    lines = page.splitlines()
+    begin = next(place for place, line in enumerate(lines) if line.startswith("|") and f" {heading} " in line)
+    rows = itertools.takewhile(lambda line: line.startswith("|"), lines[begin + 2 :])
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in rows]
+
+
+def test_what_a_start_measured(started: Measured) -> None:
+    _, report, measured = started
+    assert list(measured) == ["schema", "captures", "regions", "features"] and measured["schema"] == 1
+    assert [capture["rows"] for capture in measured["captures"]] == [b["rows"] for b in report["buckets"]][::-1]
+    assert measured["captures"][0] == {
+        "rows": TOP,
+        "segments": sum(piece["kind"] == "segment" for piece in report["pieces"]),
+        "seconds": 0.15,
+        "pool_bytes": 5_000_000,
+        "graph_bytes": 70_000 * TOP,
+    }
+    kinds = [(kind["name"], kind["count"], kind["text"]) for kind in measured["regions"]["kinds"]]
+    assert kinds == [(region["name"], region["count"], region["text"]) for region in report["regions"]]
+    assert {"rms_norm.reference", "mhc_mix.torch", "linear_f8.torch"} < {name for name, _, _ in kinds}
+    assert {feature["name"] for feature in measured["features"]} == {"check_input_liveness", "graph_annotations"}
+    assert all(isinstance(feature["found"], bool) and feature["use"] for feature in measured["features"])
+
+
+def test_pages_tell_what_was_measured(started: Measured) -> None:
+    directory, report, measured = started
+    index, buckets, regions = ((directory / f"{n}.md").read_text() for n in ("index", "buckets", "regions"))
+    for target in [t.split(")")[0] for t in index.split("](")[1:]]:
+        assert (directory / target).is_file(), target
+    assert "[regions.md](regions.md)" in index and "they are compiled." in index
+    assert [row[-3:] for row in table_rows(buckets, "pool grew by")][-2:] == [
+        ["0.15 s", "0 B", "3.92 MB"],
+        ["0.15 s", "5 MB", "4.48 MB"],
+    ]
+    assert "The largest bucket is captured first" in buckets
+    rows = table_rows(regions, "cached")
+    assert [(row[0], row[1], row[2]) for row in rows] == [
+        (region["of"], region["name"], f"x {region['count']}") for region in report["regions"]
+    ]
+    assert {tuple(row[-2:]) for row in rows} == {("1.50", "no")} and "round trips inside a region are kept" in regions
+    assert all(kind["text"] in regions for kind in measured["regions"]["kinds"])
+    told = {row[0]: row[1:] for row in table_rows(regions, "in this torch")}
+    for feature in measured["features"]:
+        assert told[feature["name"]] == ["found" if feature["found"] else "not there", feature["use"]]
+
+
+def test_pages_of_other_starts(started: Measured) -> None:
+    """Casts dropped and kinds in the cache; nothing compiled or captured; nothing that could be."""
+    _, report, measured = started
+    compiled = measured["regions"] | {"casts_survive": False}
+    compiled["kinds"] = [kind | {"cached": True} for kind in compiled["kinds"]]
+    dropped = "\n".join(pages.regions_page(report, measured | {"regions": compiled}))
+    assert "round trips inside a region are dropped" in dropped
+    assert f"{len(compiled['kinds'])} of the kinds came from Inductor's cache" in dropped
+    plain = measured_of([], None)
+    said = "\n".join(pages.regions_page(report, plain))
+    assert "Nothing is compiled (`--compile none`)" in said and "What makes the kinds" not in said
+    assert "none is compiled." in "\n".join(pages.index_page(report, plain))
+    assert "Nothing is captured: without CUDA graphs" in "\n".join(pages.buckets_page(report, plain))
+    bare = report | {"regions": []}
+    assert "no operator here has a backend" in "\n".join(pages.regions_page(bare, plain))
+    reference = bare | {"backends": dict.fromkeys(report["backends"], "reference")}
+    for page in (pages.regions_page(reference, plain), pages.index_page(reference), pages.pieces_page(reference)):
+        assert "No regions: all backends are reference" in "\n".join(page)
+
+
+def test_a_dump_without_a_start_says_nothing_of_one(started: Measured, tmp_path: Path) -> None:
+    """The report is the same, and what an earlier engine measured goes away."""
+    shutil.copytree(started[0], tmp_path, dirs_exist_ok=True)
+    report, _ = write_dump(tmp_path, 1, 2, "fast")
+    assert report == started[1]
+    assert not (tmp_path / "measured.json").exists() and not (tmp_path / "regions.md").exists()
+    said = (tmp_path / "index.md").read_text() + (tmp_path / "buckets.md").read_text()
+    assert "compiled" not in said and "captured in" not in said and "regions.md" not in said
+    pieces = (tmp_path / "pieces.md").read_text()
+    rows = table_rows(pieces, "operator and backend")
+    assert [row[1] for row in rows] == [region["name"] for region in report["regions"]]
+    assert "* regions: R1 x " in pieces
 
 
 def test_collectives_and_their_bytes() -> None:

@@ -16,15 +16,18 @@ from octavo.graphs.describe import describe
 from octavo.graphs.dump import claim, write_overview
 from octavo.graphs.dump_diff import compare_dumps, read_graph
 from octavo.runtime.graphs_cli import graphs_app
-from tests.graphs.mini_program import compiled, export, write_dump
+from tests.graphs.mini_program import compiled, export, fabricated, write_dump
 
 LAYERS = 3
 
 
 @pytest.fixture(scope="module")
 def dumps(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three dumps of one program: ``one``, ``again`` (the same) and ``four`` (ranks)."""
+    """Dumps of one program: ``one``, ``again`` (the same), ``four`` (ranks), ``started`` (with what was measured)."""
     root = tmp_path_factory.mktemp("dumps")
+    claim(root / "started")
+    report, _ = write_dump(root / "started" / "body", 1, LAYERS, "fast", fabricated)
+    write_overview(root / "started", ["mini"], {"body": report})
     for name, ranks in (("one", 1), ("again", 1), ("four", 4)):
         claim(root / name)
         report, _ = write_dump(root / name / "body", ranks, LAYERS)
@@ -34,11 +37,15 @@ def dumps(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def changed(source: Path, target: Path, change: Callable[[Any], None]) -> list[str]:
     """What is said after ``change`` was done to the report of a copied program."""
+    return changed_file(source, target, "report.json", change)
+
+
+def changed_file(source: Path, target: Path, name: str, change: Callable[[Any], None]) -> list[str]:
     shutil.copytree(source, target)
-    file = target / "body" / "report.json"
-    report = json.loads(file.read_text())
-    change(report)
-    file.write_text(json.dumps(report))
+    file = target / "body" / name
+    facts = json.loads(file.read_text())
+    change(facts)
+    file.write_text(json.dumps(facts))
     return compare_dumps(source, target)
 
 
@@ -100,6 +107,78 @@ def set_field(*path: str | int, value: Any) -> Callable[[Any], None]:
 def test_each_difference_is_named(dumps: Path, tmp_path: Path, change: Callable[[Any], None], said: str) -> None:
     lines = changed(dumps / "one", tmp_path / "changed", change)
     assert lines[0] == "body" and any(said in line for line in lines[1:]), lines
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (set_field("regions", 0, "count", value=9), ["regions of stream_mean.reference: 3 -> 9"]),
+        (
+            set_field("regions", 0, "text", value="in0"),
+            ["regions with other shapes or constants: stream_mean.reference"],
+        ),
+        (
+            set_field("regions", value=[{"of": "R1", "name": "x.torch", "count": 2, "layers": [], "text": "y"}]),
+            ["regions of stream_mean.reference: 3 -> 0", "regions of x.torch: 0 -> 2"],
+        ),
+    ],
+)
+def test_regions(dumps: Path, tmp_path: Path, change: Callable[[Any], None], said: list[str]) -> None:
+    lines = [line.strip() for line in changed(dumps / "started", tmp_path / "changed", change)]
+    assert set(said) <= set(lines), lines
+
+
+def toggle_feature(facts: Any) -> None:
+    facts["features"][0]["found"] = not facts["features"][0]["found"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (set_field("regions", "kinds", 0, "count", value=9), "compiled regions of stream_mean.reference: 3 -> 9"),
+        (set_field("regions", "casts_survive", value=False), "BF16 round trips inside a region: kept -> dropped"),
+        (set_field("regions", value=None), "compiled: regions -> nothing"),
+        (set_field("captures", value=[]), "CUDA graphs: 22 -> 0"),
+        (toggle_feature, "feature of torch check_input_liveness: "),
+    ],
+)
+def test_what_a_start_measured(dumps: Path, tmp_path: Path, change: Callable[[Any], None], said: str) -> None:
+    program, line = changed_file(dumps / "started", tmp_path / "changed", "measured.json", change)
+    assert program == "body" and line.strip().startswith(said)
+
+
+def test_what_differs_by_itself_is_left_out(dumps: Path, tmp_path: Path) -> None:
+    """Seconds, bytes and the cache; and the whole of it, where only one was started."""
+
+    def change(facts: Any) -> None:
+        facts["regions"]["seconds"] = 0.1
+        for kind in facts["regions"]["kinds"]:
+            kind.update(seconds=0.01, cached=True)
+        for capture in facts["captures"]:
+            capture.update(seconds=0.01, pool_bytes=3, graph_bytes=4)
+
+    assert changed_file(dumps / "started", tmp_path / "changed", "measured.json", change) == []
+    (tmp_path / "changed" / "body" / "measured.json").unlink()
+    assert compare_dumps(dumps / "started", tmp_path / "changed") == []
+    assert compare_dumps(tmp_path / "changed", dumps / "started") == []
+
+
+def test_regions_differ_once(dumps: Path, tmp_path: Path) -> None:
+    """What the report and the start both say is said once."""
+    shutil.copytree(dumps / "started", tmp_path / "changed")
+    for name in ("report.json", "measured.json"):
+        file = tmp_path / "changed" / "body" / name
+        facts = json.loads(file.read_text())
+        kinds = facts["regions"] if name == "report.json" else facts["regions"]["kinds"]
+        kinds[0]["count"] = 9
+        file.write_text(json.dumps(facts))
+    lines = [line.strip() for line in compare_dumps(dumps / "started", tmp_path / "changed")]
+    assert lines == ["body", "regions of stream_mean.reference: 3 -> 9"]
+
+
+def test_a_dump_of_another_version(dumps: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="report of schema 1, and this version reads schema 2"):
+        changed(dumps / "one", tmp_path / "changed", set_field("schema", value=1))
 
 
 def test_a_program_that_only_one_has(dumps: Path, tmp_path: Path) -> None:

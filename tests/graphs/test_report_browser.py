@@ -21,7 +21,7 @@ import pytest
 
 from octavo.graphs.dump import PAGE, claim, write_overview
 from octavo.graphs.facts import Facts
-from tests.graphs.mini_program import write_dump
+from tests.graphs.mini_program import fabricated, write_dump
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "headless_shell")
 EXECUTABLE = next(filter(None, map(shutil.which, NAMES)), None)
@@ -164,10 +164,13 @@ Dump = tuple[Path, dict[str, Facts]]
 
 @pytest.fixture(scope="module")
 def dump(tmp_path_factory: pytest.TempPathFactory) -> Dump:
-    """A page of two programs, of four ranks and of one, with three steps."""
+    """A page of two programs, of four ranks and of one that was started, with three steps."""
     directory = tmp_path_factory.mktemp("page") / "dump"
     claim(directory)
-    programs = {name: write_dump(directory / name, ranks)[0] for name, ranks in (("body-sharded", 4), ("epilogue", 1))}
+    programs = {
+        "body-sharded": write_dump(directory / "body-sharded", 4)[0],
+        "epilogue": write_dump(directory / "epilogue", 1, numerics="fast", measure=fabricated)[0],
+    }
     (directory / "replay.jsonl").write_text("".join(f"{json.dumps(step)}\n" for step in STEPS))
     write_overview(directory, ["mini"], programs)
     return directory / PAGE, programs
@@ -326,6 +329,48 @@ def test_keyboard(page: Browser, dump: Dump) -> None:
     assert page.ask("document.getElementById('find').value") == name and 0 in bright(page)
     page.ask("document.querySelector('#lifelines [tabindex=\"0\"]').focus()")
     assert words(page, "#tip").startswith(f"{name}: ") and not page.ask("document.getElementById('tip').hidden")
+
+
+def texts(browser: Browser, selector: str) -> list[str]:
+    found: list[str] = browser.ask(
+        f"[...document.querySelectorAll({json.dumps(selector)})].map((node) => node.textContent)"
+    )
+    return found
+
+
+def test_what_a_start_measured(page: Browser, dump: Dump) -> None:
+    """Of the program that was started alone: how it was compiled and captured."""
+    report = dump[1]["epilogue"]
+    assert "all backends are reference" in words(page, "#region-list") and count(page, "#region-list table") == 0
+    assert "inductor" not in words(page, "#summary") and "captured in" not in words(page, "#bucket-chart")
+    assert count(page, "#layers .under") == 0 and "underlined" not in words(page, "#legend")
+    page.click("#tab-epilogue")
+    tiles = dict(zip(texts(page, "#summary dt"), texts(page, "#summary dd"), strict=True))
+    regions, kinds = sum(region["count"] for region in report["regions"]), len(report["regions"])
+    assert tiles["compile"] == f"inductor{regions} regions of {kinds} kinds in {1.5 * kinds:.1f} s"
+    assert tiles["CUDA graphs"].startswith("55")
+    assert count(page, "#layers .under") == regions and "underlined: a region" in words(page, "#legend")
+    for name in ("captured in, seconds", "bytes by which the pool grew", "bytes that the graphs take"):
+        assert name in words(page, "#bucket-chart")
+    page.click("#bucket-table summary")
+    page.wait("document.querySelector('#bucket-table tbody') !== null")
+    assert texts(page, "#bucket-table tr:last-child td")[-3:] == ["0.15 s", "5 MB", "4.48 MB"]
+    page.ask("document.querySelector('#bucket-chart [tabindex=\"0\"]').focus()")
+    page.press("End")
+    label = page.ask("document.activeElement.getAttribute('aria-label')")
+    assert "5 CUDA graphs captured in 0.15 s; the pool grew by 5 MB, the graphs take 4.48 MB" in label
+    assert f"{kinds} kinds compiled" in words(page, "#region-list")
+    rows = "#region-list > .table:nth-of-type(1) tbody tr"
+    assert texts(page, f"{rows} td:nth-child(2)") == [region["name"] for region in report["regions"]]
+    assert texts(page, f"{rows}:first-child td")[2:6] == ["20", "0-9", "1.50", "no"]
+    assert "check_input_liveness" in words(page, "#region-list > .table:last-child")
+    page.ask(f"document.querySelector('{rows} summary').focus()")
+    page.press("Enter")
+    page.wait(f"document.querySelector('{rows} details').open")
+    assert words(page, f"{rows} pre") == report["regions"][0]["text"]
+    page.press("/")
+    page.type("index_query")
+    assert texts(page, f"{rows} td:nth-child(2)") == ["index_query.torch"]
 
 
 def test_dark_and_narrow(browser: Browser, page: Browser) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from octavo.graphs.compile import compilation_of
 from octavo.graphs.dump import PAGE, REPLAY_LOG, DumpWriter, claim, write_overview, write_page
+from octavo.graphs.explain import Prepared
 from octavo.graphs.facts import Facts
 from octavo.graphs.report_page import LAST_STEPS, report_page, script_json
+from octavo.kernels.choice import choose_backends
 from octavo.model.model import empty_model
 from octavo.model.presets import preset
 from octavo.passes.base import PassContext
@@ -25,7 +28,7 @@ from octavo.runtime.engine import Engine
 from octavo.runtime.parts import body_inputs, classify
 from octavo.runtime.pools import Pools, PoolSizes, Storage
 from octavo.runtime.sampling import SamplingParams
-from tests.graphs.mini_program import write_dump
+from tests.graphs.mini_program import fabricated, write_dump
 
 VOID = {"meta", "link", "br", "input", "hr", "img"}
 MOST_BYTES = 3_000_000
@@ -79,7 +82,10 @@ def check_self_contained(text: str) -> Page:
 def dump(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Facts]]:
     directory = tmp_path_factory.mktemp("page") / "dump"
     claim(directory)
-    programs = {name: write_dump(directory / name, ranks)[0] for name, ranks in (("body", 1), ("epilogue", 4))}
+    programs = {
+        "body": write_dump(directory / "body", 1)[0],
+        "epilogue": write_dump(directory / "epilogue", 4, numerics="fast", measure=fabricated)[0],
+    }
     write_overview(directory, ["mini <model>"], programs)
     return directory, programs
 
@@ -106,18 +112,34 @@ def test_the_page_holds_the_facts(dump: tuple[Path, dict[str, Facts]]) -> None:
 
 
 def test_calls_of_kinds(dump: tuple[Path, dict[str, Facts]]) -> None:
-    """Operators and regions in order are the nodes of a kind; each lies in a layer of its piece."""
+    """Operators in order, and nodes between them, are those of a kind; each lies in a layer of its piece."""
     _, programs = dump
-    regions = set()
     for report in programs.values():
         first = {piece["number"]: piece for piece in report["pieces"]}
+        between, counts = set(), Counter[str]()
         for kind in report["kinds"]:
-            nodes = [node for call in kind["calls"] for node in call.get("nodes", [call.get("operator")])]
+            nodes = [call.get("operator") or call["node"] for call in kind["calls"]]
             assert len(nodes) == kind["nodes"] and {n: nodes.count(n) for n in nodes} == kind["operators"]
-            regions |= {call["region"] for call in kind["calls"] if "region" in call}
+            between |= {call["node"] for call in kind["calls"] if "node" in call}
+            for call in kind["calls"]:
+                if "region" in call:
+                    counts[call["region"]] += kind["count"]
             places = [call["layer"] for call in kind["calls"]]
             assert places == sorted(places) and places[-1] == max(0, len(first[kind["pieces"][0]]["layers"]) - 1)
-    assert regions == {"R1", "R2", "R3"}
+        assert between == {"unsqueeze", "repeat", "mul", "unflatten"}
+        assert counts == {region["of"]: region["count"] for region in report["regions"]}
+    assert not programs["body"]["regions"] and len(programs["epilogue"]["regions"]) > 10
+
+
+def test_what_a_start_measured(dump: tuple[Path, dict[str, Facts]]) -> None:
+    """It is in the page for the program that was started, and nothing for the other."""
+    directory, programs = dump
+    measured = Page((directory / PAGE).read_text(encoding="utf-8")).island["measured"]
+    assert measured == {"body": None, "epilogue": json.loads((directory / "epilogue" / "measured.json").read_text())}
+    kinds = {kind["text"]: kind["count"] for kind in measured["epilogue"]["regions"]["kinds"]}
+    assert kinds == {region["text"]: region["count"] for region in programs["epilogue"]["regions"]}
+    rows = [bucket["rows"] for bucket in programs["epilogue"]["buckets"]]
+    assert [capture["rows"] for capture in measured["epilogue"]["captures"]] == rows[::-1]
 
 
 def test_script_json_cannot_end_its_element() -> None:
@@ -162,7 +184,7 @@ def test_an_engine_shows_its_steps(tmp_path: Path) -> None:
 
 
 def test_forty_layers(tmp_path: Path) -> None:
-    """The released model's body for eight ranks: the largest report that there is."""
+    """The released model's body for eight ranks, with all that a start measures: as large as reports get."""
     config, device, ranks = preset("released"), torch.device("cpu"), 8
     text = config.text_config
     with FakeTensorMode():
@@ -172,12 +194,14 @@ def test_forty_layers(tmp_path: Path) -> None:
     claim(tmp_path)
     writer = DumpWriter(tmp_path / "body-sharded")
     writer.captured(compilation)
-    context = PassContext(ranks=ranks, sharded=True)
+    context = PassContext(ranks=ranks, sharded=True, backends=choose_backends("fast", "cpu"))
     results = run_passes(compilation, context, after=writer.after)
-    report = writer.finish(compilation, context, (1, 8, 64), results)
+    buckets = (1, 8, 64)
+    measured = fabricated(Prepared(compilation, context, buckets))
+    report = writer.finish(compilation, context, buckets, results, measured=measured)
     write_overview(tmp_path, ["released"], {"body-sharded": report})
     file = tmp_path / PAGE
     assert 400_000 < file.stat().st_size < MOST_BYTES, "a third of it for each of the other programs is room enough"
     shown = check_self_contained(file.read_text(encoding="utf-8")).island["programs"]["body-sharded"]
     assert {layer for piece in shown["pieces"] for layer in piece["layers"]} == set(range(40))
-    assert len(shown["pieces"]) == len(report["pieces"]) > 300
+    assert len(shown["pieces"]) == len(report["pieces"]) > 200

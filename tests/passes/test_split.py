@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 
-import torch
-
+from octavo.graphs.regions import find_regions
 from octavo.kernels import OPERATORS
+from octavo.kernels.choice import choose_backends
+from octavo.passes.base import PassContext
 from octavo.passes.breaks import PieceKind
+from octavo.passes.runner import run_passes
 from octavo.passes.split import SplitPiece
-from tests.passes.compiled import compiled
+from tests.passes.compiled import compiled, fresh
 
 
 def by_text(ranks: int) -> dict[str, list[SplitPiece]]:
@@ -65,11 +67,25 @@ def test_modules_compute_what_the_text_says() -> None:
         assert not [node for node in graph.nodes if node.op == "get_attr"]
 
 
-def test_regions_are_cut_at_operators() -> None:
-    """What lies between operators is reshapes and pointwise nodes, of a few kinds."""
-    regions = [text for piece in compiled(1).pieces for text in piece.regions]
-    assert regions
-    assert not [text for text in regions if "octavo" in text]
-    assert len(set(regions)) < len(regions)
-    assert all(not piece.regions for piece in compiled(1).pieces if piece.piece.kind is not PieceKind.SEGMENT)
-    assert str(torch.ops.aten.unflatten.int) in "\n".join(regions)
+def test_regions_are_what_a_compiler_would_be_given() -> None:
+    """By the backends of numerics ``fast``: the same calls, of the same kinds, as are found when they are compiled."""
+    compilation = fresh()
+    (report,) = (
+        result.report
+        for result in run_passes(compilation, PassContext(backends=choose_backends("fast", "cpu")))
+        if result.name == "split"
+    )
+    texts = Counter(text for piece in compilation.pieces for text in piece.regions.values())
+    found = find_regions(compilation.instructions)
+    assert texts == {region.text: len(region.nodes) for region in found}
+    assert 10 < len(texts) < texts.total()
+    assert f"{texts.total()} regions of {len(texts)} kinds" in report.notes
+    names = [name for piece in compilation.pieces for name in piece.regions]
+    assert len(names) == len(set(names)) == texts.total(), "each is a node of its own"
+    assert any(piece.piece.kind is PieceKind.BREAK for piece in compilation.pieces)
+    assert all(not piece.regions for piece in compilation.pieces if piece.piece.kind is not PieceKind.SEGMENT)
+
+
+def test_reference_backends_are_given_to_no_compiler() -> None:
+    assert find_regions(compiled(1).instructions), "some of them could be"
+    assert not [piece for piece in compiled(1).pieces if piece.regions]

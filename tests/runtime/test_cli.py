@@ -153,7 +153,7 @@ def options(*command: str) -> set[str]:
 ENGINE = {
     *("--model", "--weights", "--preset", "--layers", "--experts", "--weights-seed", "--device", "--numerics"),
     *("--chunk", "--max-requests", "--max-model-len", "--kv-tokens", "--memory-fraction", "--kv-storage"),
-    *("--step-deadline", "--graphs", "--buckets", "--dump-dir"),
+    *("--step-deadline", "--graphs", "--buckets", "--dump-dir", "--compile"),
 }
 SAMPLING = {
     *("--max-tokens", "--min-tokens", "--temperature", "--top-k", "--top-p", "--min-p", "--seed", "--n", "--timeout"),
@@ -167,6 +167,7 @@ def test_options_are_frozen() -> None:
     assert options("generate") == ENGINE | SAMPLING | {"--raw", "--thinking"}
     assert options("chat") == ENGINE | SAMPLING | {"--system", "--thinking"}
     assert options("bench") == ENGINE | {"--requests", "--prompt-tokens", "--answer-tokens", "--json"}
+    assert options("bench", "graphs") == ENGINE | {"--rows", "--repeat", "--json"}
     grading = {"--suite", "--items", "--seed", "--thinking", "--max-tokens", "--instruction", "--json", "--compare"}
     assert options("eval") == ENGINE | grading
     assert options("doctor") == ENGINE

@@ -5,6 +5,8 @@ const state = { program: Object.keys(FACTS.programs)[0], query: "", pinned: null
 
 const byId = (id) => document.getElementById(id);
 const facts = () => FACTS.programs[state.program];
+/** What a start measured of the program, or null where none was started. */
+const measured = () => FACTS.measured[state.program] ?? null;
 
 // ---- words and numbers ----
 
@@ -172,6 +174,7 @@ function matchesPiece(piece) {
 }
 
 const matchesBuffer = (buffer) => inLayers(layersOfName(buffer.name)) && hasWords(buffer.name);
+const matchesRegion = (region) => inLayers(region.layers) && hasWords(`${region.of}\n${region.name}`);
 const matchesMove = (move) =>
   inLayers(move.layers) && hasWords([move.operation, move.why, ...move.values, ...move.readers].join("\n"));
 

@@ -10,7 +10,7 @@ const FAMILIES = {
 };
 const FAMILY_NAMES = {
   attention: "attention", experts: "experts", mhc: "mixing of streams (mHC)", linear: "linear", norm: "norm",
-  engram: "Engram and embedding", other: "other operators", region: "region: what lies between operators",
+  engram: "Engram and embedding", other: "other operators", between: "what lies between operators",
 };
 const WIDE = new Set(["attend", "experts", "shared_expert", "engram_gate", "engram_hash", "engram_lookup",
   "embed_tokens", "window_latent", "index_query", "mhc_mix", "grouped_linear"]);
@@ -19,7 +19,7 @@ const WIDE_UNITS = 3;
 const NAMED = new Set(["attend", "experts", "shared_expert"]);
 
 function familyOf(call) {
-  if (call.region) return "region";
+  if (call.node) return "between";
   const found = Object.entries(FAMILIES).find(([, names]) => names.includes(call.operator));
   return found ? found[0] : "other";
 }
@@ -31,7 +31,7 @@ function tagFill(kind) {
   return `--fill: hsl(${hue} 38% var(--tag-light))`;
 }
 
-const callName = (call) => (call.region ? `${call.region} (${call.nodes.join(", ")})` : call.operator);
+const callName = (call) => (call.region ? `${call.operator} (${call.region})` : call.operator ?? call.node);
 /** For cells of the picture; the detail has the whole names. */
 const SHORT = {
   mhc_mix: "mix", grouped_linear: "grouped", shared_expert: "shared", window_latent: "latent", index_query: "query",
@@ -86,7 +86,7 @@ function drawLayers(box, onShow, onPin) {
   const root = drawing(room + LEFT, rows.length * ROW + 4, "Instructions along the layers");
   root.append(shape("defs", {},
     shape("pattern", { id: "hatch", width: 4, height: 4, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
-      shape("rect", { width: 1.6, height: 4, class: "box region" }))));
+      shape("rect", { width: 1.6, height: 4, class: "box between" }))));
   const items = [];
   const lines = [];
   let widest = 0;
@@ -144,6 +144,7 @@ function drawPart(part, x, y, unit) {
     item.append(shape("rect", {
       class: `cell ${familyOf(call)}`, x: at + 0.7, y: y + 4, width: Math.max(1, wide - 1.4), height: ROW - 13, rx: 1.5,
     }, shape("title", {}, callName(call))));
+    if (call.region) item.append(shape("rect", { class: "under region", x: at + 0.7, y: y + 19, width: Math.max(1, wide - 1.4), height: 1.5 }));
     if (WIDE.has(call.operator) && nameWidth(call) <= wide)
       item.append(label(at + wide / 2, y + 14.5, shortName(call.operator), "in tiny middle"));
     at += wide;
@@ -248,7 +249,7 @@ function moveCursor(number) {
   cursor.setAttribute("x", number === null ? -99 : Number(first) + (number + 1) * Number(step));
 }
 
-/** Small multiples over the buckets: padding, buffers, what is sent, steps that took each. */
+/** Small multiples over the buckets: padding, buffers, what is sent, steps that took each, what capturing took. */
 function drawBuckets(box) {
   const { buckets } = facts();
   const steps = replaysByBucket();
@@ -257,6 +258,9 @@ function drawBuckets(box) {
     { name: "bytes of buffers (logarithmic)", value: (b) => b.buffer_bytes, words: size, log: true, fill: "plain" },
     { name: "bytes sent by a rank (logarithmic)", value: (b) => b.collective_bytes_sent_per_rank, words: size, log: true, fill: "collective" },
     { name: "steps that took it", value: (b) => steps.get(b.rows) ?? 0, words: String, fill: "engram" },
+    { name: "captured in, seconds", value: (b) => captureOf(b)?.seconds ?? 0, words: (v) => v.toFixed(2), fill: "mhc" },
+    { name: "bytes by which the pool grew (logarithmic)", value: (b) => captureOf(b)?.pool_bytes ?? 0, words: size, log: true, fill: "experts" },
+    { name: "bytes that the graphs take (logarithmic)", value: (b) => captureOf(b)?.graph_bytes ?? 0, words: size, log: true, fill: "linear" },
   ].filter((panel) => buckets.some((bucket) => panel.value(bucket) > 0));
   const width = roomIn(box), high = 74, each = high + 40;
   const column = Math.min(70, (width - 20) / buckets.length);
@@ -289,8 +293,12 @@ function bucketWords(bucket, steps) {
   return `${bucket.rows.toLocaleString("en")} rows, taken by steps of ${least.toLocaleString("en")} rows and more\n` +
     `padding at most ${counted(bucket.most_padding_rows, "row")}, ${percent(bucket.most_padding_rows / bucket.rows)}\n` +
     `buffers ${size(bucket.buffer_bytes)}` + (sent ? `, a rank sends ${size(sent)}` : "") +
-    (steps.size ? `\n${counted(steps.get(bucket.rows) ?? 0, "step")} of the history` : "");
+    (steps.size ? `\n${counted(steps.get(bucket.rows) ?? 0, "step")} of the history` : "") + captureWords(captureOf(bucket));
 }
+
+const captureOf = (bucket) => measured()?.captures.find((capture) => capture.rows === bucket.rows) ?? null;
+const captureWords = (capture) => (capture === null ? "" : `\n${counted(capture.segments, "CUDA graph")} captured in ` +
+  `${capture.seconds.toFixed(2)} s; the pool grew by ${size(capture.pool_bytes)}, the graphs take ${size(capture.graph_bytes)}`);
 
 /** Steps by bucket, which is that of prelude and body: the epilogue has a ladder of its own. */
 function replaysByBucket() {

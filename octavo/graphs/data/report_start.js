@@ -22,6 +22,7 @@ function drawSummary() {
     ["seconds to build", seconds.reduce((sum, [, value]) => sum + value, 0).toFixed(1), seconds.map(([name, value]) => `${name} ${value.toFixed(1)}`).join(", ")],
     ["backends", backends.length || "-", backends.map(([name, members]) => `${name} x ${members.length}`).join(", ")],
     ["plan hash", element("code", {}, report.plan_hash), "equal on all ranks"],
+    ...startTiles(),
   ];
   const words = [...new Set([...FACTS.title, ...report.title])];
   byId("summary").replaceChildren(
@@ -41,6 +42,7 @@ function drawLegends() {
     }, element("b", {}, "\u25a0 "), `${kind.of} x ${kind.count}`));
   byId("legend").replaceChildren(
     ...Object.keys(FAMILY_NAMES).filter((family) => used.has(family)).map((family) => swatch(family, FAMILY_NAMES[family])),
+    ...(facts().regions.length ? [swatch("region", "underlined: a region")] : []),
     swatch("break", "break: called, cannot be captured"),
     ...(facts().collectives.length ? [swatch("collective", "collective: rows move between ranks")] : []),
     element("span", { class: "gap" }), "Kinds:", ...kinds);
@@ -80,7 +82,7 @@ function showDetail(piece) {
     ...list(`writes ${counted(piece.writes.length, "buffer")}, ${size(kind.buffer_bytes_out_per_row)} a row`,
       piece.writes.map((name) => named(name, dims(buffers.get(name))))),
     ...list("updates in place", piece.updates.map((name) => named(name))),
-    ...list(`operators and regions, in order`, [element("li", {}, kind.calls.map(callName).join(" \u2192 "))]),
+    ...list("operators in order, with their regions", [element("li", {}, kind.calls.map(callName).join(" \u2192 "))]),
     ...list(`pools, ${size(kind.pool_bytes)}`, from("pool").map((name) => named(name))),
     ...list(`weights and constants, ${size(kind.weight_bytes)}`, from("weight", "constant").map((name) => named(name))),
     ...list("live values", from("live").map((name) => named(name))));
@@ -101,11 +103,11 @@ const name = (heading) => [heading, "name"];
 
 function drawKinds() {
   byId("kind-table").replaceChildren(table(
-    [name("kind"), text("is a"), number("count"), text("layers"), number("nodes"), number("in, a row"), number("out, a row"), number("weights"), text("why"), text("operators and regions")],
+    [name("kind"), text("is a"), number("count"), text("layers"), number("nodes"), number("in, a row"), number("out, a row"), number("weights"), text("why"), text("operators in order")],
     facts().kinds.filter((kind) => !search.on || facts().pieces.some((piece) => piece.of === kind.of && matchesPiece(piece))).map((kind) => [
       kind.of, kind.kind, kind.count, ranges(kind.layers) || "-", kind.nodes, size(kind.buffer_bytes_in_per_row),
       size(kind.buffer_bytes_out_per_row), size(kind.weight_bytes), kind.why,
-      kind.calls.map((call) => call.region ?? call.operator).join(" "),
+      kind.calls.map((call) => call.operator ?? call.node).join(" "),
     ])));
 }
 
@@ -136,10 +138,14 @@ function drawBufferTable(box) {
 
 function drawBucketTable(box) {
   const steps = replaysByBucket();
+  const captured = Boolean(measured()?.captures.length);
+  const ofCapture = ({ seconds, pool_bytes, graph_bytes }) => [`${seconds.toFixed(2)} s`, size(pool_bytes), size(graph_bytes)];
   box.replaceChildren(table(
-    [number("rows on a rank"), number("padding at most"), number("share"), number("buffers"), number("sent by a rank"), number("steps of the history")],
+    [number("rows on a rank"), number("padding at most"), number("share"), number("buffers"), number("sent by a rank"), number("steps of the history"),
+      ...(captured ? [number("captured in"), number("pool grew by"), number("graphs take")] : [])],
     facts().buckets.map((bucket) => [bucket.rows.toLocaleString("en"), bucket.most_padding_rows, percent(bucket.most_padding_rows / bucket.rows),
-      size(bucket.buffer_bytes), size(bucket.collective_bytes_sent_per_rank), steps.size ? steps.get(bucket.rows) ?? 0 : "-"])));
+      size(bucket.buffer_bytes), size(bucket.collective_bytes_sent_per_rank), steps.size ? steps.get(bucket.rows) ?? 0 : "-",
+      ...(captured ? ofCapture(captureOf(bucket)) : [])])));
 }
 
 /** Fill the table of a disclosure when it is open: long tables cost nothing until somebody looks. */
@@ -269,6 +275,7 @@ function drawMatches() {
   moveCursor(state.pinned === null ? null : state.pinned.number);
   drawLegends();
   drawKinds();
+  drawRegions();
   drawCollectives();
   refresh("buffer-table", drawBufferTable);
   for (const details of document.querySelectorAll(".pass[open]"))
