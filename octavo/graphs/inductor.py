@@ -37,7 +37,7 @@ from octavo.passes.breaks import PieceKind
 from octavo.passes.lower import Instruction
 
 REMEDY = "Start with --compile none: operators then run as they are."
-OPTIONS = {
+OPTIONS: Mapping[str, Any] = {
     "emulate_precision_casts": True,
     # Quantisers divide by powers of two: an approximate quotient could fall on the other side of a tie.
     "eager_numerics.division_rounding": True,
@@ -209,7 +209,7 @@ def _artifact(traced: Traced, largest_rows: int) -> Callable[..., Any]:
         node.meta["example_value"] = node.meta[VALUE]
     with torch.no_grad():
         artifact = standalone_compile(
-            traced.module, list(traced.inputs), dynamic_shapes="from_graph", options={"config_patches": OPTIONS}
+            traced.module, list(traced.inputs), dynamic_shapes="from_graph", options={"config_patches": dict(OPTIONS)}
         )
     check_guards(traced, largest_rows)
     return artifact

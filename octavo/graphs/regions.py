@@ -126,8 +126,9 @@ def trace_region(region: Region, largest_rows: int) -> Traced:
 def trace(call: Callable[..., Sequence[Tensor]], examples: Sequence[Tensor], largest_rows: int) -> Traced:
     """Trace ``call(*examples)`` for 1 to ``largest_rows`` rows. Symbolic extents of the examples are rows.
 
-    A function that reads data on the host, or whose shapes depend on data, raises; so does a branch on the number of
-    rows. One row is traced as any other number: an extent of one makes strides irrelevant, and nothing else.
+    A function that reads data on the host or brings some from there, or whose shapes depend on data, raises. A branch
+    on the number of rows leaves a guard, see :func:`check_guards`. One row is traced as any other number: an extent of
+    one makes strides irrelevant, and nothing else.
 
     The graph has a ``ShapeEnv`` of its own: what a compiler assumes of it touches nothing else, and the symbol has one
     name in every kind, so that equal kinds of other models are found in the compiler's cache.
@@ -145,7 +146,8 @@ def trace(call: Callable[..., Sequence[Tensor]], examples: Sequence[Tensor], lar
             for value in examples
         ]
         traced = Traced(make_fx(contiguous)(*inputs), inputs, environment)
-    check_guards(traced, largest_rows)
+    if any(node.op == "get_attr" for node in traced.module.graph.nodes):
+        raise ValueError("it makes a tensor from numbers of the host, which would be copied at every call")
     return traced
 
 
@@ -162,8 +164,11 @@ def check_guards(traced: Traced, largest_rows: int) -> None:
 
 def describe(value: Tensor) -> str:
     """Dtype and extents, rows as ``r``, such as ``torch.bfloat16[r, 4, 128]``."""
-    extents = [f"{factor}*r" if dynamic else str(factor) for factor, dynamic in map(_factor, value.shape)]
-    return f"{value.dtype}[{', '.join(extents)}]".replace("1*r", "r")
+    extents = []
+    for factor, dynamic in map(_factor, value.shape):
+        rows = "r" if factor == 1 else f"{factor}*r"
+        extents.append(rows if dynamic else str(factor))
+    return f"{value.dtype}[{', '.join(extents)}]"
 
 
 def rows_of(value: Tensor) -> tuple[int, int] | None:

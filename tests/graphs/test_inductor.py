@@ -247,9 +247,13 @@ def _branches(streams: Tensor, pre: Tensor, weight: Tensor, epsilon: float) -> T
     return streams.sum(1) if streams.shape[0] > 8 else streams.amax(1)
 
 
-@pytest.mark.parametrize("function", [_selects, _reads, _branches])
+def _brings(streams: Tensor, pre: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    return streams.sum(1) * torch.tensor([1.0, 2.0], device=streams.device).sum().bfloat16()
+
+
+@pytest.mark.parametrize("function", [_selects, _reads, _branches, _brings])
 def test_functions_that_cannot_be_compiled(function: Callable[..., object], made: CompiledRegions) -> None:
-    """Shapes or branches that depend on data or on the number of rows."""
+    """Shapes or branches that depend on data or on the number of rows, and data from the host."""
     with pytest.raises(OctavoError, match=r"mhc_collapse.reference \(layer 0\) cannot be compiled: .*--compile none"):
         compile_named(compiled().instructions, compilable=declared("mhc_collapse", function=function))
 
