@@ -69,10 +69,14 @@ def graphs(
     from octavo.runtime.bench_graphs import measure_graphs, report_lines, row_counts
 
     counts = row_counts(rows, engine.chunk)
+    report: dict[str, Any] = {}
     with start_progress() as progress:
-        report = measure_graphs(engine, counts, repeat, progress)
+        for report in measure_graphs(engine, counts, repeat, progress):
+            if json_file is not None:  # a long measurement that is interrupted leaves what it has
+                json_file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     say(report["environment"]["engine"])
-    _write(report, report_lines(report), json_file)
+    for line in report_lines(report):
+        typer.echo(line)
 
 
 def _refuse_options(context: typer.Context, command: str) -> None:

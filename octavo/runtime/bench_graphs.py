@@ -12,7 +12,7 @@ import platform
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -30,6 +30,8 @@ from octavo.runtime.bench_trace import Recorded, idle_share, record
 from octavo.runtime.config import EngineConfig
 
 Call = Callable[[], object]
+_UNTRACED: dict[str, Any] = {"launches": None, "segments_idle_share": None}
+"""Until a row count has been traced."""
 
 
 def row_counts(text: str, chunk: int) -> tuple[int, ...]:
@@ -66,30 +68,47 @@ def with_room(config: EngineConfig, rows: int) -> EngineConfig:
 
 
 @torch.no_grad()
-def measure_graphs(config: EngineConfig, rows: tuple[int, ...], repeat: int, progress: Progress) -> dict[str, Any]:
-    """All figures, as ``--json`` writes them; ``rows`` ascend.
+def measure_graphs(
+    config: EngineConfig, rows: tuple[int, ...], repeat: int, progress: Progress
+) -> Iterator[dict[str, Any]]:
+    """All figures, as ``--json`` writes them, again and again as they become complete; ``rows`` ascend.
 
     Seconds of segments are medians of ``repeat`` runs, those of steps of a fifth as many, two at least: the experts of
     large models take their time.
     """
+    began = time.perf_counter()
+    phases: dict[str, float] = {}
+
+    def ended(phase: str) -> None:
+        phases[phase] = time.perf_counter() - began - sum(phases.values())
+
     config = with_room(config, rows[-1])
     assembly = assemble(config, progress)
+    ended("weights")
     device = assembly.device
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         bodies = Bodies(assembly, rows, progress)
+        ended("programs")
         captures = _capture(bodies, progress)
-        entries = [_measure_rows(bodies, count, repeat, progress) for count in rows]
-        for place, entry in enumerate(entries):  # last, since a profiler may slow down what follows it
-            progress("tracing", place, len(entries))
+        ended("capture")
+        report: dict[str, Any] = {
+            "environment": _environment(assembly, config),
+            "repeat": repeat,
+            "phase_seconds": phases,
+            "program": _program_entry(bodies),
+            "rows": [],
+            "capture": captures,
+            "compile": _compile_entry(bodies),
+        }
+        for count in rows:
+            report["rows"].append(_measure_rows(bodies, count, repeat, progress) | _UNTRACED)
+            ended(f"{count} rows")
+            yield report
+        for place, entry in enumerate(report["rows"]):  # last, since a profiler may slow down what follows it
+            progress("tracing", place, len(rows))
             entry.update(_trace_rows(bodies, entry["rows"]))
-    return {
-        "environment": _environment(assembly, config),
-        "repeat": repeat,
-        "program": _program_entry(bodies),
-        "rows": entries,
-        "capture": captures,
-        "compile": _compile_entry(bodies),
-    }
+            ended(f"tracing {entry['rows']} rows")
+            yield report
 
 
 def _capture(bodies: Bodies, progress: Progress) -> dict[str, Any]:
@@ -266,7 +285,7 @@ def report_lines(report: dict[str, Any]) -> list[str]:
     lines = [
         f"{counted(program['segments'], 'segment')}, {counted(program['breaks'], 'break')}; a step on static buffers "
         f"loads {counted(program['inputs_loaded'], 'input')} and copies {counted(program['results_copied'], 'result')}",
-        f"milliseconds, medians of {report['repeat']} runs of segments; these run without breaks, and without the experts' work",
+        f"milliseconds, medians of {report['repeat']} runs of segments, without breaks and without the experts' work",
         *table(_HEADINGS, [_row(entry) for entry in report["rows"]], right="|".join(_HEADINGS)),
     ]
     for name, capture in report["capture"].items():

@@ -56,7 +56,10 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str], bodies: Bodi
     file = tmp_path / "graphs.json"
     run("graphs", *SMALL, "--json", file)
     report = json.loads(file.read_text(encoding="utf-8"))
-    assert set(report) == {"environment", "repeat", "program", "rows", "capture", "compile"}
+    assert set(report) == {"environment", "repeat", "phase_seconds", "program", "rows", "capture", "compile"}
+    phases = report["phase_seconds"]
+    assert list(phases)[:3] == ["weights", "programs", "capture"] and all(seconds >= 0 for seconds in phases.values())
+    assert list(phases)[3:] == [*(f"{rows} rows" for rows in ROWS), *(f"tracing {rows} rows" for rows in ROWS)]
     assert set(report["environment"]) == {"octavo", "torch", "threads", "device", "engine"} and report["repeat"] == 2
     instructions = bodies.compilation.instructions
     kinds = Counter(instruction.kind for instruction in instructions)
