@@ -98,16 +98,19 @@ def model_name(config: EngineConfig) -> str:
     return str(config.model) if config.model is not None else NANO
 
 
-def plan(config: EngineConfig) -> Plan:
-    """Read configs and count bytes. Raises :class:`UsageError` or :class:`OctavoError` for what cannot be."""
-    device = choose_device(config.device)
+def plan(config: EngineConfig, rank: int = 0) -> Plan:
+    """Read configs and count the bytes of a rank.
+
+    Raises :class:`UsageError` or :class:`OctavoError` for what cannot be.
+    """
+    device = choose_device(config.device, rank if config.ranks > 1 else None)
     path = checkpoint_path(config)
     checkpoint = Checkpoint(path) if path is not None else None
     model_config = checkpoint.config if checkpoint is not None else preset(config.preset or "")
     if config.layers is not None:
         model_config = cut_layers(model_config, config.layers)
     text = model_config.text_config
-    experts = _resident_experts(config, text)
+    experts = _share(_resident_experts(config, text), rank, config.ranks)
     weight_bytes = resident_bytes(empty_model(model_config, torch.device("meta"), experts))
     if checkpoint is None:
         weight_bytes += _table_bytes(text)
@@ -118,12 +121,12 @@ def plan(config: EngineConfig) -> Plan:
     return Plan(checkpoint, model_config, experts, device, numerics, weight_bytes, capacity)
 
 
-def assemble(config: EngineConfig, progress: Progress | None = None) -> Assembly:
-    """Load or make the weights, and tell ``progress`` of it.
+def assemble(config: EngineConfig, progress: Progress | None = None, rank: int = 0) -> Assembly:
+    """Load or make the weights of a rank, and tell ``progress`` of it.
 
     Raises :class:`UsageError` or :class:`OctavoError`, before anything is loaded where the reason is known by then.
     """
-    planned = plan(config)
+    planned = plan(config, rank)
     if planned.device.type == "cuda":
         # Parts of a sum over K would be added in BF16.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -151,8 +154,10 @@ def assemble(config: EngineConfig, progress: Progress | None = None) -> Assembly
     return Assembly(model, prelude, tokenizer, planned.capacity, device, planned.numerics, backends, inductor)
 
 
-def choose_device(name: str) -> torch.device:
-    """``auto``, ``cpu``, ``cuda`` or ``cuda:N`` -> a device that is there."""
+def choose_device(name: str, rank: int | None = None) -> torch.device:
+    """``auto``, ``cpu``, ``cuda`` or ``cuda:N`` -> a device that is there; each of several ranks has its own GPU."""
+    if rank is not None and (name == "cuda" or (name == "auto" and torch.cuda.is_available())):
+        name = f"cuda:{rank}"
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -198,6 +203,17 @@ def _resident_experts(config: EngineConfig, text: TextConfig) -> range:
     if count > text.n_routed_experts:
         raise UsageError(f"--experts {count}: the model has {text.n_routed_experts}")
     return range(count)
+
+
+def _share(experts: range, rank: int, ranks: int) -> range:
+    """The experts of one rank."""
+    if len(experts) % ranks:
+        fitting = [count for count in range(1, len(experts) + 1) if not len(experts) % count]
+        raise UsageError(
+            f"--ranks {ranks}: {len(experts)} experts cannot be dealt evenly; {', '.join(map(str, fitting))} ranks can"
+        )
+    count = len(experts) // ranks
+    return experts[rank * count : (rank + 1) * count]
 
 
 def tokenizer_of(config: EngineConfig, model_config: ModelConfig) -> Tokenizer:

@@ -43,6 +43,7 @@ class EngineConfig:
         "device likes. plain: F32 without quantisation, for comparison. auto: fast on CUDA, reference on the CPU.",
         "auto",
     )
+    ranks: int = option("Processes on this host that share every step: rows and experts are dealt over them.", 1)
     chunk: int = option("Most rows that one step computes; longer prompts take several steps.", 8192)
     max_requests: int = option("Requests in work at once; more wait.", 256)
     max_model_len: int | None = option("Longest prompt and answer together. Default: what model and room allow.", None)
@@ -76,7 +77,7 @@ class EngineConfig:
             object.__setattr__(self, "dump_dir", Path(self.dump_dir))
             if self.graphs == "off":
                 raise UsageError("--dump-dir writes how the model was compiled, and --graphs off compiles nothing")
-        for name in ("layers", "experts", "chunk", "max_requests"):
+        for name in ("layers", "experts", "chunk", "max_requests", "ranks"):
             self._check(name, 1, 1 << 40, "must be at least 1")
         self._check("kv_tokens", 2, 1 << 40, "must be at least 2, a prompt token and an answer token")
         self._check("max_model_len", 2, 1 << 40, "must be at least 2, a prompt token and an answer token")

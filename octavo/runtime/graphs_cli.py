@@ -26,15 +26,12 @@ if TYPE_CHECKING:
 
 graphs_app = typer.Typer(help="Show how a model is compiled, and what a batch would do.", no_args_is_help=True)
 
-Ranks = Annotated[int, typer.Option(min=1, help="Ranks that rows and experts are dealt over.")]
-
 
 @graphs_app.command("dump")
 @with_options
 def dump(
     engine: EngineConfig,
     out: Annotated[Path, typer.Option(help="Directory to write; must be new, empty or an older dump.")],
-    ranks: Ranks = 1,
 ) -> None:
     """Write graphs, passes, pieces, regions, buffers, buckets and the program to a directory.
 
@@ -42,10 +39,10 @@ def dump(
     """
     from octavo.graphs.dump import PAGE, DumpWriter, claim, write_overview
 
-    planned = _plan(engine)
+    planned, ranks = _plan(engine), engine.ranks
     claim(out)
-    traced = _trace(engine, planned, ranks)
-    title = _title(engine, planned, ranks)
+    traced = _trace(engine, planned)
+    title = _title(engine, planned)
     reports = {}
     for name, part, placed, buckets in _programs(engine, traced, ranks):
         writer = DumpWriter(out / name)
@@ -67,7 +64,6 @@ def explain_command(
     engine: EngineConfig,
     rows: Annotated[str, typer.Option(help="Rows (tokens) of a batch; several are explained apart: 300,5000.")],
     requests: Annotated[int, typer.Option(min=1, help="Requests that the rows of each batch belong to.")] = 1,
-    ranks: Ranks = 1,
 ) -> None:
     """Say what a batch would do and why: local rows, bucket, padding; the body's breaks and bytes between ranks."""
     from octavo.graphs.explain import Batch, explain, placement_of
@@ -76,8 +72,8 @@ def explain_command(
     batches = [Batch(count, requests) for count in _row_counts(rows)]
     for batch in batches:
         batch.check(engine.max_requests)
-    planned = _plan(engine)
-    traced = _trace(engine, planned, ranks)
+    planned, ranks = _plan(engine), engine.ranks
+    traced = _trace(engine, planned)
     programs: dict[bool, Prepared] = {}
     lines: list[str] = []
     for batch in batches:
@@ -87,7 +83,9 @@ def explain_command(
         for step in dict.fromkeys(steps):
             sharded = placement_of(step, ranks).sharded
             if sharded not in programs:
-                context = PassContext(ranks=ranks, sharded=sharded, device=planned.device.type)
+                context = PassContext(
+                    ranks=ranks, sharded=sharded, device=planned.device.type, backends=traced.backends
+                )
                 buckets = _buckets(engine, ranks, sharded)
                 programs[sharded] = _compile(traced.body, context, buckets, traced.fake).prepared
             explained = explain(
@@ -151,40 +149,32 @@ def _plan(engine: EngineConfig) -> Plan:
     return plan(engine)
 
 
-def _title(engine: EngineConfig, planned: Plan, ranks: int) -> list[str]:
+def _title(engine: EngineConfig, planned: Plan) -> list[str]:
     import torch
 
     from octavo.runtime.assemble import model_name
 
     text = planned.config.text_config
-    experts = _experts(planned, ranks)
     return [
-        f"{model_name(engine)}: {text.num_hidden_layers} layers, {len(experts)} of "
+        f"{model_name(engine)}: {text.num_hidden_layers} layers, {len(planned.experts)} of "
         f"{text.n_routed_experts} experts on a rank, {planned.numerics} numerics",
         planned.capacity.describe(),
         f"torch {torch.__version__}",
     ]
 
 
-def _experts(planned: Plan, ranks: int) -> range:
-    """The first rank's share."""
-    return planned.experts[: -(-len(planned.experts) // ranks)]
-
-
 def _buckets(engine: EngineConfig, ranks: int, sharded: bool) -> tuple[int, ...]:
-    """Local row counts of a program: the sharded one reaches a rank's share of a chunk (design section 5)."""
-    from octavo.runtime.step_program import choose_buckets
+    """Local row counts of a program."""
+    from octavo.runtime.step_program import choose_buckets, replicated_buckets, sharded_buckets
 
     if ranks == 1:
         return choose_buckets(engine.buckets, engine.chunk)
-    top = -(-engine.chunk // ranks) if sharded else max(engine.max_requests, ranks - 1)
-    if engine.buckets in ("default", "dense"):
-        return choose_buckets(engine.buckets, top)
-    given = choose_buckets(engine.buckets, engine.chunk)
-    return tuple(size for size in given if size <= top) or (top,)
+    if sharded:
+        return sharded_buckets(engine.buckets, engine.chunk, ranks)
+    return replicated_buckets(engine.buckets, engine.chunk, engine.max_requests, ranks)
 
 
-def _trace(engine: EngineConfig, planned: Plan, ranks: int) -> _Traced:
+def _trace(engine: EngineConfig, planned: Plan) -> _Traced:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -202,7 +192,7 @@ def _trace(engine: EngineConfig, planned: Plan, ranks: int) -> _Traced:
     tables_device = torch.device("cpu") if planned.checkpoint is not None else device
     fake = FakeTensorMode()
     with fake:
-        model = empty_model(planned.config, device, _experts(planned, ranks))
+        model = empty_model(planned.config, device, planned.experts)
         pools = Pools(text, capacity.sizes, capacity.storage, device)
         classes = torch.zeros(text.vocab_size, dtype=torch.int64, device=device)
         tables = empty_tables(text, tables_device, device)

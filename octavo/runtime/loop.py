@@ -94,7 +94,7 @@ class EngineLoop:
             self._closing = True
             self._commands.put(_nothing)
         if not self._over.wait(self._step_deadline):
-            self._fail(self._hang())
+            self.fail(self._hang())
         if self._failure is None:  # else it may hang for ever
             self._thread.join()
         # It ends now that all is over. Left alone it could be the last to hold the engine, and free its tensors while
@@ -127,7 +127,7 @@ class EngineLoop:
         except BaseException as error:  # whatever it is, clients wait
             failure = EngineFailure(f"The engine ended while {core.doing}: {type(error).__name__}: {error}")
             failure.__cause__ = error
-            self._fail(failure)
+            self.fail(failure)
         finally:
             self._over.set()
 
@@ -150,7 +150,7 @@ class EngineLoop:
         while not self._over.wait(min(1.0, self._step_deadline / 4)):
             began = self._step_began
             if began is not None and time.monotonic() - began > self._step_deadline:
-                self._fail(self._hang())
+                self.fail(self._hang())
 
     def _hang(self) -> EngineFailure:
         return EngineFailure(
@@ -158,7 +158,8 @@ class EngineLoop:
             "Raise --step-deadline if it is only slow, else restart."
         )
 
-    def _fail(self, failure: EngineFailure) -> None:
+    def fail(self, failure: EngineFailure) -> None:
+        """End the engine because of what somebody else has noticed; only the first failure counts."""
         with self._lock:
             if self._failure is not None:
                 return

@@ -9,6 +9,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
@@ -18,9 +19,11 @@ from torch import Tensor
 from octavo.graphs.buckets import worst_padding
 from octavo.graphs.cuda import Recorder
 from octavo.graphs.dump import PAGE, REPLAY_LOG, DumpWriter, write_overview, write_page
+from octavo.graphs.facts import facts_of
 from octavo.graphs.footprint import buffer_bytes, peak_bytes
 from octavo.graphs.inductor import compile_regions
 from octavo.graphs.measured import measured_of
+from octavo.kernels.collectives import Communicator
 from octavo.model.inputs import Rows, Tokens
 from octavo.model.memory import check_memory
 from octavo.passes.base import PassContext
@@ -36,6 +39,16 @@ RESERVE = 1.15
 """Times the peak of an eager step that is kept free: allocators keep more than what is asked of them."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A program to be made."""
+
+    name: str
+    part: Part
+    buckets: tuple[int, ...]
+    context: PassContext
+
+
 class Programs:
     """The three programs of a step, run one after another."""
 
@@ -47,11 +60,16 @@ class Programs:
         mode: GraphMode,
         dump_dir: Path | None = None,
         progress: Callable[[int, int], None] | None = None,
+        communicator: Communicator | None = None,
+        replicated: tuple[int, ...] = (),
     ) -> None:
-        """``buckets`` are row counts of prelude and body; ``dump_dir`` has been claimed.
+        """``buckets`` are local row counts of prelude and body; ``dump_dir`` has been claimed.
 
-        ``progress(done, total)`` counts programs.
+        With a ``communicator`` prelude and body exist twice: for rows dealt over its ranks, and, with the row counts
+        ``replicated``, for rows that every rank has. ``progress(done, total)`` counts programs.
         """
+        self._communicator = communicator
+        self._ranks = communicator.ranks if communicator is not None else 1
         self.replays: Counter[int] = Counter()
         """Steps by bucket."""
         self.not_replayed: Counter[NotReplayed] = Counter()
@@ -61,30 +79,39 @@ class Programs:
         self._dump_dir = dump_dir
         self._log_file: TextIO | None = None
         text, dtype = assembly.config.text_config, assembly.dtype
-        parts = (
-            prelude_part(assembly.prelude, pools),
-            body_part(assembly.model.body, text, pools, dtype),
-            epilogue_part(assembly.model.head, text, dtype, assembly.device),
-        )
-        plan = list(zip(parts, (buckets, buckets, head_buckets(pools.sizes.slots)), strict=True))
+        prelude, body = prelude_part(assembly.prelude, pools), body_part(assembly.model.body, text, pools, dtype)
+        epilogue = epilogue_part(assembly.model.head, text, dtype, assembly.device)
+        context = PassContext(device=assembly.device.type, backends=assembly.backends)
+        plan = []
+        for sharded in (True, False) if self._ranks > 1 else (True,):
+            ladder = buckets if sharded else replicated
+            placed = dataclasses.replace(context, ranks=self._ranks, sharded=sharded)
+            suffix = "" if self._ranks == 1 else "-sharded" if sharded else "-replicated"
+            plan += [_Planned(part.name + suffix, part, ladder, placed) for part in (prelude, body)]
+        plan.append(_Planned(epilogue.name, epilogue, head_buckets(pools.sizes.slots), context))
         self.timeline: list[tuple[str, float]] = []
         """Phases of the start and their seconds, over all programs."""
         self.description = "graphs off"
-        if mode == "off" and assembly.numerics != "fast":
-            made = [StepProgram(part, ladder, mode, None) for part, ladder in plan]
+        self.plan_hash = ""
+        """Of all programs, equal on ranks that fit together; made where there are several."""
+        if mode == "off" and assembly.numerics != "fast" and self._ranks == 1:
+            made = [StepProgram(each.part, each.buckets, mode, None) for each in plan]
         else:
             made = self._start(plan, mode, assembly, dump_dir, progress)
-        self._prelude, self._body, self._epilogue = made
+        *placed_programs, self._epilogue = made
+        pairs = zip(placed_programs[::2], placed_programs[1::2], strict=True)
+        self._placed = dict(zip((True, False), pairs, strict=False))
+        """Prelude and body by whether rows are dealt over ranks."""
         self.buffer_bytes = sum(program.buffer_bytes for program in made)
         """Of static memory."""
         self.captures = {
-            part.name: program.captures for (part, _), program in zip(plan, made, strict=True) if program.captures
+            each.name: program.captures for each, program in zip(plan, made, strict=True) if program.captures
         }
         """What capturing took, by part; nothing where there are no CUDA graphs."""
 
     def _start(
         self,
-        plan: Sequence[tuple[Part, tuple[int, ...]]],
+        plan: Sequence[_Planned],
         mode: GraphMode,
         assembly: Assembly,
         dump_dir: Path | None,
@@ -92,9 +119,8 @@ class Programs:
     ) -> list[StepProgram]:
         """Compile all parts, make sure that they fit, make their buffers, capture them, and write the dump."""
         device = assembly.device
-        context = PassContext(device=device.type, backends=assembly.backends)
         captured = device.type == "cuda" and mode not in ("off", "eager")
-        total = len(plan) * (1 + assembly.inductor) + sum(len(ladder) for _, ladder in plan) * captured
+        total = len(plan) * (1 + assembly.inductor) + sum(len(each.buckets) for each in plan) * captured
         done = itertools.count()
 
         def advance() -> None:
@@ -104,22 +130,27 @@ class Programs:
         advance()
         times = [time.perf_counter()]
         compiled = []
-        for part, ladder in plan:
-            writer = DumpWriter(dump_dir / part.name) if dump_dir is not None else None
-            compiled.append(compile_part(part, ladder, context, writer))
+        for each in plan:
+            writer = DumpWriter(dump_dir / each.name) if dump_dir is not None else None
+            compiled.append(compile_part(each.part, each.buckets, each.context, writer))
             advance()
         times.append(time.perf_counter())
         if assembly.inductor:
-            for place, each in enumerate(compiled):
+            for place, done_part in enumerate(compiled):
                 regions = compile_regions(
-                    each.compilation.instructions, device=device.type, largest_rows=each.buckets[-1]
+                    done_part.compilation.instructions,
+                    device=device.type,
+                    largest_rows=done_part.buckets[-1] * self._ranks,
                 )
-                compiled[place] = dataclasses.replace(each, regions=regions)
+                compiled[place] = dataclasses.replace(done_part, regions=regions)
                 advance()
         times.append(time.perf_counter())
         if mode != "off":
             self._reserve(compiled, device)
-        made = [StepProgram(each.part, each.buckets, mode, each) for each in compiled]
+        made = [StepProgram(each.part, each.buckets, mode, each, self._communicator) for each in compiled]
+        if self._ranks > 1:
+            hashes = [facts_of(each.compilation, each.context, each.buckets)["plan_hash"] for each in compiled]
+            self.plan_hash = ",".join(hashes)
         times.append(time.perf_counter())
         if captured:
             recorder = Recorder(device, debug=mode in ("compare", "poison"))
@@ -127,8 +158,9 @@ class Programs:
                 program.capture(recorder, advance)
         times.append(time.perf_counter())
         buckets = made[0].buckets
+        described = (program.describe(each.name) for each, program in zip(plan, made, strict=True))
         title = (
-            f"graphs {mode}: {'; '.join(program.describe() for program in made)}; {len(buckets)} buckets to "
+            f"graphs {mode}: {'; '.join(described)}; {len(buckets)} buckets to "
             f"{buckets[-1]:,} rows, at most {worst_padding(buckets):.0%} padding; "
             f"{sum(program.buffer_bytes for program in made) / 1e6:.0f} MB of buffers"
         )
@@ -137,7 +169,8 @@ class Programs:
         )
         if dump_dir is not None:
             compiler = "inductor" if assembly.inductor else "none"
-            self._dump(dump_dir, [title, f"compile {compiler}, torch {torch.__version__}"], compiled, made)
+            names = [each.name for each in plan]
+            self._dump(dump_dir, [title, f"compile {compiler}, torch {torch.__version__}"], names, compiled, made)
         times.append(time.perf_counter())
         exports, passes = sum(each.export_seconds for each in compiled), sum(each.pass_seconds for each in compiled)
         tracing, compiling, making, capturing, dumping = (end - begin for begin, end in itertools.pairwise(times))
@@ -162,17 +195,22 @@ class Programs:
         check_memory(needed + int(RESERVE * peak), device)
 
     def _dump(
-        self, directory: Path, title: Sequence[str], compiled: Sequence[Compiled], made: Sequence[StepProgram]
+        self,
+        directory: Path,
+        title: Sequence[str],
+        names: Sequence[str],
+        compiled: Sequence[Compiled],
+        made: Sequence[StepProgram],
     ) -> None:
         reports = {}
-        for each, program in zip(compiled, made, strict=True):
+        for name, each, program in zip(names, compiled, made, strict=True):
             assert each.dump is not None
             timeline = {"export": each.export_seconds, "passes and proof": each.pass_seconds}
             if each.regions is not None:
                 timeline["compilation"] = each.regions.seconds
             if program.captures:
                 timeline["capture"] = sum(capture.seconds for capture in program.captures)
-            reports[each.part.name] = each.dump.finish(
+            reports[name] = each.dump.finish(
                 each.compilation,
                 each.context,
                 each.buckets,
@@ -184,14 +222,18 @@ class Programs:
         write_overview(directory, title, reports)
         self._log_file = (directory / REPLAY_LOG).open("w", encoding="utf-8", buffering=1)
 
-    def hidden(self, tokens: Tokens) -> Tensor:
-        """Prelude and body of a step -> hidden rows [T, D]; the pools move on. Valid until the next step."""
+    def hidden(self, tokens: Tokens, sharded: bool = True) -> Tensor:
+        """Prelude and body of a step -> hidden rows [R, D]; the pools move on. Valid until the next step.
+
+        With ``sharded`` T is a multiple of the ranks, and R this rank's share; else every rank has all rows.
+        """
         began = time.perf_counter()
-        count = tokens.ids.shape[0]
-        rows, _ = self._prelude.run({"tokens": tokens, "history": self._pools.history}, count)
+        prelude, body = self._placed[sharded]
+        count = tokens.ids.shape[0] // (self._ranks if sharded else 1)
+        rows, _ = prelude.run({"tokens": tokens, "history": self._pools.history}, count)
         assert isinstance(rows, Rows)
         state = self._pools.state(tokens.slots, tokens.positions, tokens.starts)
-        output, ran = self._body.run({"rows": rows, "state": state}, count)
+        output, ran = body.run({"rows": rows, "state": state}, count)
         self._note(count, ran, time.perf_counter() - began)
         hidden: Tensor = output.hidden
         return hidden

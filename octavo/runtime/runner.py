@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from octavo.graphs.explain import Batch, placement_of
+from octavo.kernels.collectives import Communicator
 from octavo.model.inputs import Tokens
 from octavo.runtime.assemble import Assembly
 from octavo.runtime.config import GraphMode
@@ -36,11 +39,17 @@ class Runner:
         graphs: GraphMode = "off",
         dump_dir: Path | None = None,
         progress: Callable[[int, int], None] | None = None,
+        communicator: Communicator | None = None,
+        replicated: tuple[int, ...] = (),
     ) -> None:
+        """With a ``communicator`` this is one of its ranks; see :class:`Programs` for the arguments."""
         self.assembly = assembly
+        self.sharded = False
+        """Whether the rows of the last step are dealt over several ranks."""
+        self._communicator = communicator
         text, capacity = assembly.config.text_config, assembly.capacity
         self.pools = Pools(text, capacity.sizes, capacity.storage, assembly.device)
-        self.programs = Programs(assembly, self.pools, buckets, graphs, dump_dir, progress)
+        self.programs = Programs(assembly, self.pools, buckets, graphs, dump_dir, progress, communicator, replicated)
 
     def set_pages(self, pages: Sequence[tuple[int, int, int]]) -> None:
         """Enter (slot, place in the slot's list, page) into the page table, for the steps that follow."""
@@ -52,6 +61,7 @@ class Runner:
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
         """Compute the chunks and write their state -> hidden rows [R, D], in the chunks' order, until the next step.
 
+        Of several ranks every one is given the same chunks; if rows are dealt over them, R is this rank's share.
         A slot stands in at most one chunk, and has the pages for all its tokens up to the chunk's last.
         """
         device = self.assembly.device
@@ -62,12 +72,31 @@ class Runner:
         positions = starts + (torch.arange(len(slots)) - first_rows).int()
         ids = torch.tensor(list(itertools.chain.from_iterable(chunk.ids for chunk in chunks)))
         image = torch.zeros(len(ids), dtype=torch.bool)
-        metadata = torch.stack((slots, positions, starts)).to(device)
+        ranks = self._communicator.ranks if self._communicator is not None else 1
+        self.sharded = placement_of(Batch(len(ids), len(chunks)), ranks).sharded
+        metadata = torch.stack((slots, positions, starts))
+        if self.sharded:
+            missing = -len(ids) % ranks
+            ids, metadata = F.pad(ids, (0, missing), value=-1), F.pad(metadata, (0, missing), value=-1)
+            image = F.pad(image, (0, missing))
+        metadata = metadata.to(device)
         slots, positions, starts = metadata.unbind()
         tokens = Tokens(ids.to(device), slots, positions, starts, positions >= 0, image.to(device))
-        return self.programs.hidden(tokens)
+        return self.programs.hidden(tokens, self.sharded or ranks == 1)
+
+    @torch.no_grad()
+    def pick(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
+        """Rows of the last step by their global numbers: hidden [R, D] -> [len(rows), D]; all ranks ask together."""
+        index = torch.tensor(rows, device=hidden.device)
+        if not self.sharded:
+            return hidden.index_select(0, index)
+        assert self._communicator is not None
+        ranks = self._communicator.ranks
+        (everybody,) = self._communicator.gather([hidden.index_select(0, index // ranks)], False)
+        everybody = everybody.view(ranks, len(rows), -1)
+        return everybody[index % ranks, torch.arange(len(rows), device=hidden.device)]
 
     @torch.no_grad()
     def logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
         """Epilogue: logits [len(rows), V] F32 of some of the hidden rows, until the next call."""
-        return self.programs.logits(hidden.index_select(0, torch.tensor(rows, device=hidden.device)))
+        return self.programs.logits(self.pick(hidden, rows))

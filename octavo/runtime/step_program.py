@@ -24,6 +24,7 @@ from octavo.graphs.dump import DumpWriter
 from octavo.graphs.inductor import CompiledRegions
 from octavo.graphs.program import BucketCapture, Program
 from octavo.graphs.tables import counted
+from octavo.kernels.collectives import Communicator
 from octavo.passes.base import Compilation, InputKind, PassContext
 from octavo.passes.runner import PassResult, run_passes
 from octavo.runtime.config import GraphMode
@@ -64,6 +65,22 @@ def choose_buckets(text: str, chunk: int) -> tuple[int, ...]:
     except ValueError as error:
         raise UsageError(f"--buckets {text}: default, dense, or row counts such as 1,8,64") from error
     return check_buckets(sizes, chunk)
+
+
+def replicated_buckets(text: str, chunk: int, max_requests: int, ranks: int) -> tuple[int, ...]:
+    """Row counts of steps that every rank computes whole: decode steps, and batches of fewer rows than ranks."""
+    top = max(max_requests, ranks - 1)
+    if text in ("default", "dense"):
+        return choose_buckets(text, top)
+    return tuple(size for size in choose_buckets(text, chunk) if size <= top) or (top,)
+
+
+def sharded_buckets(text: str, chunk: int, ranks: int) -> tuple[int, ...]:
+    """Local row counts of steps whose rows are dealt over the ranks: up to a rank's share of a chunk."""
+    top = -(-chunk // ranks)
+    if text in ("default", "dense"):
+        return choose_buckets(text, top)
+    return tuple(size for size in choose_buckets(text, chunk) if size <= top) or (top,)
 
 
 def head_buckets(max_requests: int) -> tuple[int, ...]:
@@ -107,7 +124,14 @@ def compile_part(
 class StepProgram:
     """Runs one part of every step as the mode says; its inputs keep the structure of the part's examples."""
 
-    def __init__(self, part: Part, buckets: tuple[int, ...], mode: GraphMode, compiled: Compiled | None) -> None:
+    def __init__(
+        self,
+        part: Part,
+        buckets: tuple[int, ...],
+        mode: GraphMode,
+        compiled: Compiled | None,
+        communicator: Communicator | None = None,
+    ) -> None:
         """``compiled`` is the part after all passes, or None to call its module (mode ``off``).
 
         Mode ``off`` with a compiled part runs its instructions one by one: that is how the backends of numerics
@@ -128,8 +152,9 @@ class StepProgram:
         calls = {}
         if compiled.regions is not None:
             calls = {number: module.forward for number, module in compiled.regions.modules.items()}
-        self._program = Program(compiled.compilation, resident, buckets, device, calls=calls)
-        self._row_invariant = set(compiled.context.backends.values()) == {"reference"}
+        self._program = Program(compiled.compilation, resident, buckets, device, communicator, calls)
+        # Gathered rows lie rank by rank, so padding moves them.
+        self._row_invariant = set(compiled.context.backends.values()) == {"reference"} and compiled.context.ranks == 1
         self._names = input_names(compiled.compilation)
         if mode != "off":
             self._program.warm_up()
@@ -148,16 +173,16 @@ class StepProgram:
     def buffer_bytes(self) -> int:
         return self._program.buffer_bytes if self._program is not None and self.mode != "off" else 0
 
-    def describe(self) -> str:
-        """Instructions by kind."""
+    def describe(self, name: str) -> str:
+        """Instructions by kind, under this name."""
         if self._program is None:
-            return f"{self._part.name}: plain calls"
+            return f"{name}: plain calls"
         kinds = Counter(instruction.kind.value for instruction in self._program.instructions)
-        return f"{self._part.name}: {', '.join(counted(count, kind) for kind, count in kinds.items())}"
+        return f"{name}: {', '.join(counted(count, kind) for kind, count in kinds.items())}"
 
     @torch.no_grad()
     def run(self, inputs: Mapping[str, Any], rows: int) -> tuple[Any, Ran]:
-        """What the module returns for ``rows`` rows, and how it ran.
+        """What the module returns for ``rows`` local rows, and how it ran.
 
         Results may be views of static buffers: the next run of this part overwrites them.
         """

@@ -153,7 +153,7 @@ def options(*command: str) -> set[str]:
 ENGINE = {
     *("--model", "--weights", "--preset", "--layers", "--experts", "--weights-seed", "--device", "--numerics"),
     *("--chunk", "--max-requests", "--max-model-len", "--kv-tokens", "--memory-fraction", "--kv-storage"),
-    *("--step-deadline", "--graphs", "--buckets", "--dump-dir", "--compile"),
+    *("--step-deadline", "--ranks", "--graphs", "--buckets", "--dump-dir", "--compile"),
 }
 SAMPLING = {
     *("--max-tokens", "--min-tokens", "--temperature", "--top-k", "--top-p", "--min-p", "--seed", "--n", "--timeout"),
@@ -171,6 +171,6 @@ def test_options_are_frozen() -> None:
     grading = {"--suite", "--items", "--seed", "--thinking", "--max-tokens", "--instruction", "--json", "--compare"}
     assert options("eval") == ENGINE | grading
     assert options("doctor") == ENGINE
-    assert options("graphs", "dump") == ENGINE | {"--out", "--ranks"}
-    assert options("graphs", "explain") == ENGINE | {"--rows", "--requests", "--ranks"}
+    assert options("graphs", "dump") == ENGINE | {"--out"}
+    assert options("graphs", "explain") == ENGINE | {"--rows", "--requests"}
     assert options("checkpoint", "init") == {"--preset", "--seed"}

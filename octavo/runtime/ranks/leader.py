@@ -1,0 +1,55 @@
+"""Rank 0 as the engine's runner: it tells the others each step before it computes its own share."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from octavo.runtime.ranks.messages import Pick, StepPlan, send
+from octavo.runtime.ranks.start import control_group
+from octavo.runtime.ranks.workers import Workers
+from octavo.runtime.runner import Chunk, Runner
+
+
+class Leader:
+    """What :class:`octavo.runtime.core.EngineCore` steps. No other rank decides anything, so ranks cannot disagree."""
+
+    def __init__(self, runner: Runner, workers: Workers) -> None:
+        self._runner = runner
+        self._workers = workers
+        self._group = control_group()
+        self._pages: list[tuple[int, int, int]] = []
+
+    def set_pages(self, pages: Sequence[tuple[int, int, int]]) -> None:
+        """Enter (slot, place, page) into the page tables; they travel with the next step."""
+        self._pages += pages
+
+    def run(self, chunks: Sequence[Chunk]) -> Tensor:
+        pages, self._pages = self._pages, []
+        with self._explained():
+            send(StepPlan(tuple(pages), tuple(chunks)), self._group)
+            self._runner.set_pages(pages)
+            return self._runner.run(chunks)
+
+    def logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
+        with self._explained():
+            if self._runner.sharded:
+                send(Pick(tuple(rows)), self._group)
+            return self._runner.logits(hidden, rows)
+
+    def close(self) -> None:
+        """Tell the others that all is over, and end them."""
+        if self._workers.failure is None:
+            with contextlib.suppress(RuntimeError):  # one that has just ended; stop() ends the rest
+                send(None, self._group)
+        self._workers.stop()
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """A broken collective is told as the end of the rank that broke it."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise self._workers.explain(error) from error

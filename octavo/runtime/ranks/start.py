@@ -1,0 +1,90 @@
+"""From a config to a rank that is ready: the same on every rank, and what must be equal is compared."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import octavo
+from octavo.runtime.assemble import Assembly, assemble, checkpoint_path
+from octavo.runtime.config import EngineConfig
+from octavo.runtime.ranks.agreement import agree, exchange
+from octavo.runtime.ranks.communicator import GroupCommunicator
+from octavo.runtime.ranks.messages import Pick, StepPlan, receive
+from octavo.runtime.runner import Runner
+from octavo.runtime.step_program import replicated_buckets, sharded_buckets
+
+
+def control_group() -> dist.ProcessGroup:
+    """The group for what ranks tell each other beside the programs' collectives."""
+    group = dist.group.WORLD
+    assert group is not None, "no process group"
+    return group
+
+
+def with_common_capacity(assembly: Assembly, config: EngineConfig) -> Assembly:
+    """Compare what ranks were given, and keep as many pages as every one of them has room for.
+
+    Raises :class:`OctavoError` naming the rank that differs.
+    """
+    group = control_group()
+    path = checkpoint_path(config)
+    agree(
+        {
+            "octavo": octavo.__version__,
+            "torch": torch.__version__,
+            "checkpoint": _manifest(path) if path is not None else f"random, seed {config.weights_seed}",
+            "numerics": assembly.numerics,
+            "backends": assembly.backends,
+        },
+        group,
+    )
+    everybody = exchange({"pages": assembly.capacity.sizes.pages, "longest": assembly.capacity.max_model_len}, group)
+    pages = min(int(str(one["pages"])) for one in everybody)
+    longest = min(int(str(one["longest"])) for one in everybody)
+    sizes = dataclasses.replace(assembly.capacity.sizes, pages=pages)
+    return dataclasses.replace(
+        assembly, capacity=dataclasses.replace(assembly.capacity, sizes=sizes, max_model_len=longest)
+    )
+
+
+def rank_runner(assembly: Assembly, config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> Runner:
+    """This rank's runner, whose programs are the same as all others'. Raises :class:`OctavoError` if they are not."""
+    communicator = GroupCommunicator()
+    runner = Runner(
+        assembly,
+        sharded_buckets(config.buckets, config.chunk, config.ranks),
+        config.graphs,
+        config.dump_dir if communicator.rank == 0 else None,
+        progress,
+        communicator,
+        replicated_buckets(config.buckets, config.chunk, config.max_requests, config.ranks),
+    )
+    agree({"programs": runner.programs.plan_hash}, control_group())
+    return runner
+
+
+def follow(config: EngineConfig, rank: int) -> None:
+    """The life of a rank other than 0: load, get ready, and do what rank 0 says until it says that all is over."""
+    runner = rank_runner(with_common_capacity(assemble(config, rank=rank), config), config)
+    group = control_group()
+    hidden = torch.empty(0)
+    while (message := receive(group)) is not None:
+        if isinstance(message, StepPlan):
+            runner.set_pages(message.pages)
+            hidden = runner.run(message.chunks)
+        else:
+            assert isinstance(message, Pick)
+            runner.pick(hidden, message.rows)
+
+
+def _manifest(path: Path) -> str:
+    """Names and sizes of a checkpoint's files, as a short digest."""
+    files = sorted((file.name, file.stat().st_size) for file in path.iterdir() if file.is_file())
+    return hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16]

@@ -1,0 +1,184 @@
+"""The processes of ranks 1, 2, ...: started by rank 0 on this host, watched, and never left behind.
+
+Each worker joins the process group before it loads anything, so that from then on a rank that dies breaks the
+connection of those that wait for it. What it died of comes through a pipe of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from octavo.errors import OctavoError
+from octavo.runtime.assemble import plan
+from octavo.runtime.config import EngineConfig
+
+_LOCALHOST = "127.0.0.1"
+_JOIN_SECONDS = 120.0
+"""For a worker to start its interpreter, import torch and join."""
+_LAST_WORDS_SECONDS = 5.0
+"""Between a broken connection and the word of the rank that broke it."""
+_END_SECONDS = 5.0
+Work = Callable[[EngineConfig, int], None]
+"""What a worker does once it has joined the group: ``work(config, rank)``."""
+
+
+class RankFailure(OctavoError):
+    """A rank has ended; the message is what it ended of."""
+
+
+class Workers:
+    """Rank 0's view of the other ranks. Starting them makes the process group of this process."""
+
+    def __init__(self, config: EngineConfig, work: Work, collective_seconds: float) -> None:
+        """Returns when all have joined. Raises :class:`RankFailure` if one cannot.
+
+        ``collective_seconds``: how long a collective may wait for a rank before it is an error.
+        """
+        if dist.is_initialized():
+            raise OctavoError("This process has a process group already: an engine of several ranks needs its own.")
+        self.failure: RankFailure | None = None
+        self._on_failure: Callable[[RankFailure], None] = lambda failure: None
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+        store = TCPStore(_LOCALHOST, 0, config.ranks, is_master=True, wait_for_workers=False)
+        spawn = multiprocessing.get_context("spawn")
+        self._processes: list[BaseProcess] = []
+        self._pipes: list[Connection] = []
+        for rank in range(1, config.ranks):
+            mine, theirs = spawn.Pipe(duplex=False)
+            process = spawn.Process(
+                target=_main,
+                args=(config, rank, store.port, theirs, work, collective_seconds, torch.get_num_threads()),
+                name=f"octavo-rank-{rank}",
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(mine)
+        self._monitor = threading.Thread(target=self._watch, name="octavo-ranks", daemon=True)
+        self._monitor.start()
+        try:
+            self._wait_for_all(store)
+            _join(store, 0, config.ranks, collective_seconds)
+        except BaseException:
+            self.stop()
+            raise
+
+    def on_failure(self, call: Callable[[RankFailure], None]) -> None:
+        """Call it, in the monitor's thread, if a rank ends that should not; at once if one has."""
+        with self._lock:
+            self._on_failure = call
+            failure = self.failure
+        if failure is not None:
+            call(failure)
+
+    def explain(self, error: Exception) -> Exception:
+        """The failure behind a broken collective, or the error itself if no rank has ended."""
+        end = time.monotonic() + _LAST_WORDS_SECONDS
+        while self.failure is None and time.monotonic() < end:
+            time.sleep(0.05)
+        return self.failure if self.failure is not None else error
+
+    def stop(self) -> None:
+        """End all workers, those that do not end by themselves by force, and the process group."""
+        self._closing.set()
+        end = time.monotonic() + (_END_SECONDS if self.failure is None else 0.0)
+        for process in self._processes:
+            process.join(max(0.0, end - time.monotonic()))
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()  # also one that has been stopped
+                process.join()
+        self._monitor.join()
+        for pipe in self._pipes:
+            pipe.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _wait_for_all(self, store: TCPStore) -> None:
+        keys = [f"started-{rank}" for rank in range(1, len(self._processes) + 1)]
+        end = time.monotonic() + _JOIN_SECONDS
+        while not store.check(keys):
+            if self.failure is not None:
+                raise self.failure
+            if time.monotonic() > end:
+                raise RankFailure(f"ranks did not start within {_JOIN_SECONDS:g} s")
+            time.sleep(0.02)
+
+    def _watch(self) -> None:
+        """The first worker that ends before its time is the failure; the others wait for it in vain and are killed."""
+        sentinels = [process.sentinel for process in self._processes]
+        while not self._closing.is_set():
+            ended = wait(sentinels, timeout=0.2)
+            if ended and not self._closing.is_set():
+                place = next(place for place, sentinel in enumerate(sentinels) if sentinel in ended)
+                failure = RankFailure(f"rank {place + 1} ended: {self._last_words(place)}")
+                with self._lock:
+                    self.failure = failure
+                    call = self._on_failure
+                for process in self._processes:
+                    if process.is_alive():
+                        process.kill()
+                call(failure)
+                return
+
+    def _last_words(self, place: int) -> str:
+        pipe, process = self._pipes[place], self._processes[place]
+        with contextlib.suppress(EOFError, OSError):
+            if pipe.poll():
+                return str(pipe.recv())
+        process.join(1.0)
+        code = process.exitcode
+        if code is not None and code < 0:
+            return f"killed by {signal.Signals(-code).name}"
+        return f"exit code {code}"
+
+
+def start_workers(config: EngineConfig, work: Work) -> Workers | None:
+    """The other ranks of a configuration; None if it has one rank.
+
+    Raises :class:`UsageError` or :class:`OctavoError`, before anything is started, for what no rank could load.
+    """
+    if config.ranks == 1:
+        return None
+    plan(config)
+    return Workers(config, work, config.step_deadline)
+
+
+def _main(
+    config: EngineConfig, rank: int, port: int, pipe: Connection, work: Work, collective_seconds: float, threads: int
+) -> None:
+    """A worker's life. Ctrl-C goes to rank 0 alone, which ends the workers."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(threads)
+    try:
+        store = TCPStore(_LOCALHOST, port, config.ranks, is_master=False)
+        store.set(f"started-{rank}", "yes")
+        _join(store, rank, config.ranks, collective_seconds)
+        work(config, rank)
+        dist.destroy_process_group()
+    except BaseException as error:
+        if isinstance(error, RuntimeError) and "onnection" in str(error):
+            time.sleep(_LAST_WORDS_SECONDS / 2)  # another rank broke it, and is to be heard first
+        pipe.send(f"{type(error).__name__}: {error}")
+        pipe.close()
+        raise SystemExit(1) from error
+
+
+def _join(store: TCPStore, rank: int, ranks: int, collective_seconds: float) -> None:
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=collective_seconds)
+    )

@@ -1,0 +1,52 @@
+"""What ranks other than 0 do in tests; a process of its own imports this."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+from octavo.runtime.assemble import assemble
+from octavo.runtime.config import EngineConfig
+from octavo.runtime.ranks.agreement import agree, exchange
+from octavo.runtime.ranks.start import control_group, rank_runner, with_common_capacity
+from octavo.runtime.runner import Chunk, Runner
+
+STEPS = (
+    [Chunk(0, 0, list(range(100, 121)))],
+    [Chunk(0, 21, [5]), Chunk(1, 0, list(range(40, 63))), Chunk(2, 0, [9, 8])],
+    [Chunk(0, 22, [6]), Chunk(1, 23, [7]), Chunk(2, 2, [3])],
+    [Chunk(2, 3, list(range(200, 230))), Chunk(3, 0, [11])],
+)
+"""Chunks that end amid pairs, requests without a row on some rank, a decode step."""
+
+
+def run_steps(runner: Runner) -> dict[str, object]:
+    """The state after every step, and the hidden rows of all steps, as digests."""
+    runner.set_pages([(slot, place, slot * 2 + place) for slot in range(4) for place in range(2)])
+    states, hidden = [], hashlib.sha256()
+    for chunks in STEPS:
+        local = runner.run(chunks)
+        rows = runner.pick(local, range(sum(len(chunk.ids) for chunk in chunks)))
+        hidden.update(rows.float().numpy().tobytes())
+        states.append(_digest(runner))
+    return {"states": states, "hidden": hidden.hexdigest()}
+
+
+def _digest(runner: Runner) -> str:
+    pools = runner.pools
+    tensors = [pools.history, *pools.rings, *pools.entries, *pools.keys, *pools.pending]
+    return hashlib.sha256(b"".join(t.contiguous().view(torch.uint8).numpy().tobytes() for t in tensors)).hexdigest()
+
+
+def compute_and_compare(settings: EngineConfig, rank: int) -> None:
+    runner = rank_runner(with_common_capacity(assemble(settings, rank=rank), settings), settings)
+    exchange(run_steps(runner), control_group())
+
+
+def raises_while_loading(settings: EngineConfig, rank: int) -> None:
+    raise ValueError(f"no weights for rank {rank}")
+
+
+def differs(settings: EngineConfig, rank: int) -> None:
+    agree({"torch": "another", "octavo": "same"}, control_group())

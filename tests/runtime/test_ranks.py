@@ -1,0 +1,190 @@
+"""Real ranks: processes over gloo compute what one process computes, to the bit, and end together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from octavo import Engine, EngineConfig, OctavoError, SamplingParams, UsageError
+from octavo.runtime.assemble import assemble
+from octavo.runtime.ranks.agreement import agree, exchange
+from octavo.runtime.ranks.messages import Pick, StepPlan, decode, encode
+from octavo.runtime.ranks.start import control_group, rank_runner, with_common_capacity
+from octavo.runtime.ranks.workers import RankFailure, Workers
+from octavo.runtime.runner import Chunk, Runner
+from octavo.runtime.step_program import choose_buckets
+from tests.conftest import ReportCount
+from tests.model.mini_run import MINI, golden
+from tests.rank_work import compute_and_compare, differs, raises_while_loading, run_steps
+
+RANKS = 2
+ROWS = (1, RANKS, RANKS + 1, 21, 45)
+"""Rows of the first step of a request, in turn: fewer than ranks, as many, one more, odd counts."""
+PARAMS = SamplingParams(max_tokens=5, logprobs=1, temperature=0.7, seed=3, ignore_eos=True, prompt_logprobs=1)
+
+
+def config(**changes: Any) -> EngineConfig:
+    fields: dict[str, Any] = {"model": MINI, "device": "cpu", "chunk": 48, "kv_tokens": 2048, "max_requests": 8}
+    return EngineConfig(**(fields | {"ranks": RANKS, "step_deadline": 60.0} | changes))
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(3, 500, (rows,), generator=generator).tolist() for rows in ROWS]
+
+
+def outcome(engine: Engine) -> list[Any]:
+    """Some prompts alone, then all together."""
+    results = [engine.generate([prompt], PARAMS)[0] for prompt in prompts()[::2]] + engine.generate(prompts(), PARAMS)
+    return [(result.ids, result.answers[0].logprobs, result.prompt_logprobs) for result in results]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[Any]:
+    with Engine(config(ranks=1)) as engine:
+        return outcome(engine)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("ranks", "graphs"),
+    [
+        (2, "on"),
+        (2, "poison"),
+        *(pytest.param(4, graphs, marks=pytest.mark.soak) for graphs in ("on", "off", "eager", "compare")),
+    ],
+)
+def test_ranks_equal_one_rank(ranks: int, graphs: str, expected: list[Any], report_count: ReportCount) -> None:
+    with Engine(config(ranks=ranks, graphs=graphs)) as engine:
+        assert outcome(engine) == expected
+        stats = engine.stats()
+        assert "body-sharded" in engine.describe() and "body-replicated" in engine.describe()
+    if graphs in ("on", "poison", "compare"):
+        assert sum(stats["replays"].values()) == stats["steps"] and not stats["not_replayed"]
+    report_count("real ranks: answers equal to one rank's, bitwise", len(expected))
+
+
+@pytest.mark.timeout(120)
+def test_state_is_equal_on_every_rank() -> None:
+    """Hidden rows and every byte of the pools, after each step, on each rank: those of one rank."""
+    one = config(ranks=1)
+    alone = run_steps(Runner(assemble(one), choose_buckets("default", one.chunk), "on"))
+    settings = config()
+    workers = Workers(settings, compute_and_compare, 60.0)
+    try:
+        runner = rank_runner(with_common_capacity(assemble(settings), settings), settings)
+        found = exchange(run_steps(runner), control_group())
+    finally:
+        workers.stop()
+    assert found == [alone] * RANKS
+
+
+@pytest.mark.timeout(120)
+def test_goldens_and_a_dump(tmp_path: Path) -> None:
+    """The official greedy answer by two ranks in plain numerics; the dump holds the programs of both placements."""
+    prompt = golden("prefill", "plain")["p37.input_ids"].tolist()
+    with Engine(config(numerics="plain", dump_dir=tmp_path / "dump")) as engine:
+        (answer,) = engine.generate([prompt], SamplingParams(max_tokens=25))
+    assert answer.ids == golden("decode", "plain")["generated"].tolist()
+    folders = {path.name for path in (tmp_path / "dump").iterdir() if path.is_dir()}
+    assert folders == {"prelude-sharded", "body-sharded", "prelude-replicated", "body-replicated", "epilogue"}
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with Engine(config(layers=2)) as running:
+        yield running
+
+
+def children() -> list[int]:
+    """Ranks that this process has started and not buried."""
+    own = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            command = (folder / "cmdline").read_text()
+        except OSError:  # it has just ended
+            continue
+        if int(fields[1]) == os.getpid() and fields[0] != "Z" and "spawn_main" in command:
+            own.append(int(folder.name))
+    return own
+
+
+@pytest.mark.timeout(60)
+def test_a_killed_rank_ends_the_engine(engine: Engine) -> None:
+    """Within ten seconds, by name, while a request is running; nothing is left."""
+    (worker,) = children()
+    threading.Timer(0.5, os.kill, (worker, signal.SIGKILL)).start()
+    began = time.monotonic()
+    with pytest.raises(OctavoError, match="rank 1 ended: killed by SIGKILL"):
+        engine.generate([[5, 6, 7]], SamplingParams(max_tokens=900, ignore_eos=True))
+    assert time.monotonic() - began < 10.5
+    engine.close()
+    assert not children()
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_that_dies_while_nothing_runs(engine: Engine) -> None:
+    (worker,) = children()
+    os.kill(worker, signal.SIGKILL)
+    time.sleep(1.0)
+    with pytest.raises(OctavoError, match="rank 1 ended: killed by SIGKILL"):
+        engine.generate([[5]])
+
+
+@pytest.mark.timeout(60)
+def test_a_stopped_rank_ends_the_engine_at_its_deadline() -> None:
+    with Engine(config(layers=2, step_deadline=3.0)) as engine:
+        (worker,) = children()
+        os.kill(worker, signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(OctavoError, match=r"ended|hangs"):
+            engine.generate([[5, 6]])
+        assert time.monotonic() - began < 20
+    assert not children()
+
+
+@pytest.mark.timeout(60)
+def test_an_error_while_loading_is_named() -> None:
+    workers = Workers(config(), raises_while_loading, 30.0)
+    try:
+        with pytest.raises(RuntimeError) as broken:
+            exchange({}, control_group())
+        assert isinstance(broken.value, RuntimeError)
+        found = workers.explain(broken.value)
+    finally:
+        workers.stop()
+    assert isinstance(found, RankFailure) and str(found) == "rank 1 ended: ValueError: no weights for rank 1"
+    assert not children()
+
+
+@pytest.mark.timeout(60)
+def test_the_rank_that_differs_is_named() -> None:
+    workers = Workers(config(), differs, 30.0)
+    try:
+        with pytest.raises(OctavoError, match="rank 1 differs from rank 0 in torch: another instead of mine"):
+            agree({"torch": "mine", "octavo": "same"}, control_group())
+    finally:
+        workers.stop()
+
+
+def test_experts_that_cannot_be_dealt() -> None:
+    """Before any process is started."""
+    with pytest.raises(UsageError, match="--ranks 3: 8 experts cannot be dealt evenly; 1, 2, 4, 8 ranks can"):
+        Engine(config(ranks=3))
+    assert not children()
+
+
+def test_messages() -> None:
+    """What is told is what is heard, also when it is longer than a first broadcast."""
+    long = StepPlan(((1, 2, 3), (4, 5, 6)), (Chunk(3, 7, list(range(2000))), Chunk(0, 0, [5])))
+    for message in (None, Pick((3, 1, 4)), long, StepPlan((), (Chunk(1, 2, [3]),))):
+        assert decode(encode(message)) == message
