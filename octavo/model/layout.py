@@ -164,7 +164,7 @@ def _engram(name: str, text: TextConfig, layer: int) -> Entries:
 
 def _drafts(text: TextConfig, *, vision: bool) -> Entries:
     """The DSpark stages: the first takes the target's features in, the last has the heads (spec/model.md 3.13)."""
-    hidden, rank = text.hidden_size, text.dspark_markov_rank
+    hidden, low_rank = text.hidden_size, text.dspark_markov_rank
     for stage in range(text.num_nextn_predict_layers):
         yield from _block(f"mtp.{stage}", text, experts=text.dspark_n_routed_experts, vision=vision)
     if text.num_nextn_predict_layers:
@@ -172,9 +172,9 @@ def _drafts(text: TextConfig, *, vision: bool) -> Entries:
         yield _bf16("mtp.0.main_norm.weight", hidden)
         last = f"mtp.{text.num_nextn_predict_layers - 1}"
         yield _bf16(f"{last}.norm.weight", hidden)
-        yield _bf16(f"{last}.markov_head.embed.weight", text.vocab_size, rank)
-        yield _bf16(f"{last}.markov_head.head.weight", text.vocab_size, rank)
-        yield _bf16(f"{last}.confidence_head.proj.weight", 1, hidden + rank)
+        yield _bf16(f"{last}.markov_head.embed.weight", text.vocab_size, low_rank)
+        yield _bf16(f"{last}.markov_head.head.weight", text.vocab_size, low_rank)
+        yield _bf16(f"{last}.confidence_head.proj.weight", 1, hidden + low_rank)
 
 
 def _vision(vision: VisionConfig, hidden: int) -> Entries:

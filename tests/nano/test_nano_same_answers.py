@@ -27,6 +27,7 @@ QUICK: dict[str, dict[str, Any]] = {
     "replayed, chunks of 64": {"graphs": "on", "chunk": 64, "buckets": "1,8,64"},
     "eager, chunks of 333": {"graphs": "eager", "chunk": 333, "buckets": "1,8,64"},
     "poison, chunks of 64": {"graphs": "poison", "chunk": 64, "buckets": "1,8,64"},
+    "two ranks, chunks of 333": {"graphs": "on", "chunk": 333, "buckets": "1,8,64,167", "ranks": 2},
 }
 """Each way differs from :data:`BASE` in everything that it names, so that few engines cover all."""
 LONG: dict[str, dict[str, Any]] = {
@@ -37,7 +38,7 @@ LONG: dict[str, dict[str, Any]] = {
         "buckets": "1,8,16,64" if chunk == 64 else "1,8,16,64,333",
     }
     for mode, chunk, requests in itertools.product(("on", "eager", "off", "poison"), (64, 333, 8192), (1, 16))
-}
+} | {f"{ranks} ranks": {"graphs": "on", "chunk": 1024, "ranks": ranks} for ranks in (2, 4)}
 BASE: dict[str, Any] = {"graphs": "off", "max_requests": 16}
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from octavo import Engine, EngineConfig, OctavoError, SamplingParams, UsageError
 from octavo.runtime.assemble import assemble
@@ -28,6 +32,7 @@ from tests.rank_work import compute_and_compare, differs, raises_while_loading, 
 RANKS = 2
 ROWS = (1, RANKS, RANKS + 1, 21, 45)
 """Rows of the first step of a request, in turn: fewer than ranks, as many, one more, odd counts."""
+ONE = {"OMP_NUM_THREADS": "1"}
 PARAMS = SamplingParams(max_tokens=5, logprobs=1, temperature=0.7, seed=3, ignore_eos=True, prompt_logprobs=1)
 
 
@@ -96,6 +101,58 @@ def test_goldens_and_a_dump(tmp_path: Path) -> None:
     assert answer.ids == golden("decode", "plain")["generated"].tolist()
     folders = {path.name for path in (tmp_path / "dump").iterdir() if path.is_dir()}
     assert folders == {"prelude-sharded", "body-sharded", "prelude-replicated", "body-replicated", "epilogue"}
+
+
+@pytest.mark.timeout(120)
+def test_the_shared_expert_is_added_once(tmp_path: Path) -> None:
+    """With routed experts that give nothing, what is left of the sum over ranks is the shared expert's."""
+    model = tmp_path / "model"
+    shutil.copytree(MINI, model)
+    for file in model.glob("*.safetensors"):
+        tensors = load_file(file)
+        routed = [name for name in tensors if ".experts." in name and name.endswith(".weight")]
+        for name in routed:
+            tensors[name].view(torch.uint8).zero_()
+        if routed:
+            save_file(tensors, file)
+    answers = []
+    for settings in (config(ranks=1), config(ranks=1, model=model), config(model=model)):
+        with Engine(settings) as engine:
+            answers.append([(r.ids, r.answers[0].logprobs) for r in engine.generate(prompts(), PARAMS)])
+    assert answers[0] != answers[1] == answers[2]
+
+
+@pytest.mark.timeout(120)
+def test_an_interrupt_leaves_no_process() -> None:
+    """Ctrl-C reaches all processes of a terminal's job."""
+    code = "import sys; from octavo.runtime.cli import main; sys.argv[0] = 'octavo'; main()"
+    options = ["--model", MINI, "--device", "cpu", "--ranks", "2", "--kv-tokens", "2048", "--max-tokens", "1500"]
+    command = [sys.executable, "-c", code, "generate", *map(str, options), "--ignore-eos", "--raw", "hello"]
+    job = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True, env={**os.environ, **ONE}
+    )
+    assert job.stdout is not None
+    job.stdout.read(1)  # it has begun to answer
+    os.killpg(job.pid, signal.SIGINT)
+    job.wait(20)
+    job.stdout.close()
+    deadline = time.monotonic() + 10
+    while members(job.pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not members(job.pid)
+
+
+def members(group: int) -> list[str]:
+    """Processes of a process group that are no zombies."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[2]) == group and fields[0] != "Z":
+            found.append(folder.name)
+    return found
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from octavo.errors import OctavoError
-from octavo.runtime.assemble import plan
+from octavo.runtime.assemble import choose_device, plan
 from octavo.runtime.config import EngineConfig
 
 _LOCALHOST = "127.0.0.1"
@@ -72,7 +72,7 @@ class Workers:
         self._monitor.start()
         try:
             self._wait_for_all(store)
-            _join(store, 0, config.ranks, collective_seconds)
+            _join(store, 0, config, collective_seconds)
         except BaseException:
             self.stop()
             raise
@@ -167,7 +167,7 @@ def _main(
     try:
         store = TCPStore(_LOCALHOST, port, config.ranks, is_master=False)
         store.set(f"started-{rank}", "yes")
-        _join(store, rank, config.ranks, collective_seconds)
+        _join(store, rank, config, collective_seconds)
         work(config, rank)
         dist.destroy_process_group()
     except BaseException as error:
@@ -178,7 +178,15 @@ def _main(
         raise SystemExit(1) from error
 
 
-def _join(store: TCPStore, rank: int, ranks: int, collective_seconds: float) -> None:
+def _join(store: TCPStore, rank: int, config: EngineConfig, collective_seconds: float) -> None:
+    """Make the group: rows travel over NCCL between GPUs, all else over gloo."""
+    device = choose_device(config.device, rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=collective_seconds)
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=config.ranks,
+        timeout=timedelta(seconds=collective_seconds),
     )

@@ -1,0 +1,50 @@
+"""Two GPUs of one host: collectives over NCCL, against one GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from octavo import Engine, EngineConfig, SamplingParams
+from octavo.model.packaged import nano_path
+from octavo.runtime.evaluate import generated_suites, run_suite
+from tests.model.mini_run import MINI, golden
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+
+def config(**changes: Any) -> EngineConfig:
+    fields: dict[str, Any] = {"device": "cuda", "ranks": 2, "chunk": 256, "max_requests": 32, "kv_tokens": 65_536}
+    return EngineConfig(**(fields | changes))
+
+
+@pytest.mark.timeout(200)
+def test_the_golden_answer() -> None:
+    prompt = golden("prefill", "plain")["p37.input_ids"].tolist()
+    with Engine(config(model=MINI, numerics="plain", kv_tokens=1024, max_requests=4, chunk=64)) as engine:
+        (answer,) = engine.generate([prompt], SamplingParams(max_tokens=25))
+    assert answer.ids == golden("decode", "plain")["generated"].tolist()
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("graphs", ["on", "compare", "poison"])
+def test_reference_equals_one_gpu(graphs: str) -> None:
+    """Row-invariant operators, and sums in the order of the ranks."""
+    prompts = [[300 + i] * (3 + 20 * i) for i in range(6)]
+    params = SamplingParams(max_tokens=6, logprobs=1)
+    answers = []
+    for settings in (config(numerics="reference", ranks=1), config(numerics="reference", graphs=graphs)):
+        with Engine(settings) as engine:
+            answers.append([(r.ids, r.answers[0].logprobs) for r in engine.generate(prompts, params)])
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.timeout(300)
+def test_nano_is_as_accurate() -> None:
+    with Engine(config(model=nano_path())) as engine:
+        assert "fast numerics" in engine.describe()
+        for suite in ("arithmetic", "recall@1k"):
+            (questions,) = generated_suites(suite, 100, seed=0)
+            assert run_suite(engine, questions).accuracy >= 0.93, suite
