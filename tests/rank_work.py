@@ -6,10 +6,13 @@ import hashlib
 
 import torch
 
+from octavo.kernels.collectives import Communicator
 from octavo.runtime.assemble import assemble
 from octavo.runtime.config import EngineConfig
 from octavo.runtime.ranks.agreement import agree, exchange
-from octavo.runtime.ranks.start import control_group, rank_runner, with_common_capacity
+from octavo.runtime.ranks.communicator import GroupCommunicator
+from octavo.runtime.ranks.group import control_group
+from octavo.runtime.ranks.start import rank_runner, with_common_capacity
 from octavo.runtime.runner import Chunk, Runner
 
 STEPS = (
@@ -50,3 +53,36 @@ def raises_while_loading(settings: EngineConfig, rank: int) -> None:
 
 def differs(settings: EngineConfig, rank: int) -> None:
     agree({"torch": "another", "octavo": "same"}, control_group())
+
+
+def addend(rank: int, *shape: int) -> torch.Tensor:
+    """What a rank brings: other numbers on every rank, whose sums depend on their order."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    return torch.randn(shape, generator=generator) * 10.0 ** torch.randint(-4, 5, shape, generator=generator)
+
+
+SHAPES = ((2, 3), (4, 5000), (6, 7, 1001))
+"""Of sums; the last is larger than what is sent at once. Their first extent can be cut into two parts."""
+
+
+def collect(communicator: Communicator) -> list[torch.Tensor]:
+    """Gathers of several dtypes in both orders, and sums with and without scatter."""
+    rank = communicator.rank
+    values = [
+        addend(rank, 3, 2).to(torch.bfloat16),
+        addend(rank, 3) > 0,
+        torch.arange(3) + 10 * rank,
+        addend(rank, 3, 4).to(torch.float8_e4m3fn),
+    ]
+    found = [value.float() for ordered in (True, False) for value in communicator.gather(values, ordered)]
+    for shape in SHAPES:
+        found += [communicator.reduce(addend(rank, *shape), scatter) for scatter in (False, True)]
+    return found
+
+
+def collect_and_compare(settings: EngineConfig, rank: int) -> None:
+    exchange({"digest": digest_of(collect(GroupCommunicator()))}, control_group())
+
+
+def digest_of(tensors: list[torch.Tensor]) -> str:
+    return hashlib.sha256(b"".join(t.contiguous().numpy().tobytes() for t in tensors)).hexdigest()

@@ -10,6 +10,7 @@ from typing import Literal
 
 import tokenizers
 import torch
+import torch.distributed as dist
 
 from octavo.errors import OctavoError, UsageError
 from octavo.kernels.choice import Numerics, choose_backends, describe_backends
@@ -81,7 +82,16 @@ class Plan:
     numerics: Numerics
     weight_bytes: int
     """On the device; Engram tables of a checkpoint stay mapped on the host."""
+    table_bytes: int
+    """Engram tables: of a checkpoint mapped once for all ranks, random ones among each rank's weights."""
     capacity: Capacity
+    step_bytes: int
+    """Estimated, for the most rows that the rank computes in a step."""
+
+    @property
+    def needed_bytes(self) -> int:
+        """On the device: weights, state and a step."""
+        return self.weight_bytes + self.capacity.bytes + self.step_bytes
 
 
 def checkpoint_path(config: EngineConfig) -> Path | None:
@@ -103,7 +113,7 @@ def plan(config: EngineConfig, rank: int = 0) -> Plan:
 
     Raises :class:`UsageError` or :class:`OctavoError` for what cannot be.
     """
-    device = choose_device(config.device, rank if config.ranks > 1 else None)
+    device = choose_device(config.device, dist.get_node_local_rank(rank) if config.ranks > 1 else None)
     path = checkpoint_path(config)
     checkpoint = Checkpoint(path) if path is not None else None
     model_config = checkpoint.config if checkpoint is not None else preset(config.preset or "")
@@ -112,13 +122,14 @@ def plan(config: EngineConfig, rank: int = 0) -> Plan:
     text = model_config.text_config
     experts = _share(_resident_experts(config, text), rank, config.ranks)
     weight_bytes = resident_bytes(empty_model(model_config, torch.device("meta"), experts))
+    table_bytes = _table_bytes(text)
     if checkpoint is None:
-        weight_bytes += _table_bytes(text)
+        weight_bytes += table_bytes
     numerics = choose_numerics(config.numerics, device)
     storage = Storage.F32 if numerics == "plain" else Storage(config.kv_storage)
-    step = step_bytes(text, config.chunk)
+    step = step_bytes(text, _most_rows(config))
     capacity = plan_capacity(config, text, storage, device, weight_bytes, step)
-    return Plan(checkpoint, model_config, experts, device, numerics, weight_bytes, capacity)
+    return Plan(checkpoint, model_config, experts, device, numerics, weight_bytes, table_bytes, capacity, step)
 
 
 def assemble(config: EngineConfig, progress: Progress | None = None, rank: int = 0) -> Assembly:
@@ -132,8 +143,7 @@ def assemble(config: EngineConfig, progress: Progress | None = None, rank: int =
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     inductor = choose_compiler(config.compile, planned.numerics, planned.device)
     checkpoint, model_config, experts, device = planned.checkpoint, planned.config, planned.experts, planned.device
-    step = step_bytes(model_config.text_config, config.chunk)
-    check_memory(planned.weight_bytes + planned.capacity.bytes + step, device)
+    check_memory(planned.needed_bytes, device)
     tokenizer = tokenizer_of(config, model_config)
     classes = token_map(tokenizer.backend, model_config.text_config)
     model = empty_model(model_config, device, experts)
@@ -214,6 +224,14 @@ def _share(experts: range, rank: int, ranks: int) -> range:
         )
     count = len(experts) // ranks
     return experts[rank * count : (rank + 1) * count]
+
+
+def _most_rows(config: EngineConfig) -> int:
+    """That a rank computes in a step: its share of a chunk, or all rows of a step that every rank computes whole."""
+    if config.ranks == 1:
+        return config.chunk
+    whole = max(config.max_requests, config.ranks - 1)
+    return max(-(-config.chunk // config.ranks), min(whole, config.chunk))
 
 
 def tokenizer_of(config: EngineConfig, model_config: ModelConfig) -> Tokenizer:

@@ -36,7 +36,10 @@ def bench(
         check_writable(json_file, "--json")
     from octavo.runtime.bench import Load, describe_environment, measure_engine, measure_scheduler, report_lines
     from octavo.runtime.engine import Engine
+    from octavo.runtime.rank_plan import describe_plan
 
+    for line in describe_plan(engine):
+        say(line)
     with start_progress() as progress:
         running = Engine(engine, progress)
     with running:

@@ -60,7 +60,10 @@ def generate(
     """Answer prompts: one answer is streamed to stdout, several follow each other; a summary of each on stderr."""
     from octavo.runtime.engine import Engine, Prompt
     from octavo.runtime.prompt import encode_chat
+    from octavo.runtime.rank_plan import describe_plan
 
+    for line in describe_plan(engine):
+        say(line)
     with start_progress() as progress:
         running = Engine(engine, progress)
     with running:
@@ -106,7 +109,10 @@ def chat_command(
     """Talk with the model: it remembers, /reset forgets, Ctrl-C stops an answer."""
     from octavo.runtime.chat import chat
     from octavo.runtime.engine import Engine
+    from octavo.runtime.rank_plan import describe_plan
 
+    for line in describe_plan(engine):
+        say(line)
     with start_progress() as progress:
         running = Engine(engine, progress)
     prompt = "> " if sys.stdin.isatty() else ""
@@ -152,7 +158,10 @@ def init(
 @app.command()
 @with_options
 def doctor(engine: EngineConfig) -> None:
-    """Check versions, devices, compilers and backends; with --model, or --weights random --preset, what fits."""
+    """Check versions, devices, compilers and backends; with --model, or --weights random --preset, what fits.
+
+    With --ranks, what each rank would hold, also where there are no GPUs.
+    """
     from octavo.runtime.doctor import exit_code, model_checks, run_checks
 
     checks = run_checks()
@@ -161,7 +170,8 @@ def doctor(engine: EngineConfig) -> None:
     width = max(len(check.name) for check in checks)
     for check in checks:
         state = "ok  " if check.ok else ("FAIL" if check.required else "warn")
-        typer.echo(f"{state}  {check.name:<{width}}  {check.detail}")
+        detail = check.detail.replace("\n", "\n" + " " * (len(state) + width + 4))
+        typer.echo(f"{state}  {check.name:<{width}}  {detail}")
         if check.remedy:
             typer.echo(f"      -> {check.remedy}")
     raise typer.Exit(exit_code(checks))

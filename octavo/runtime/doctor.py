@@ -36,7 +36,7 @@ class Check:
     name: str
     ok: bool
     detail: str
-    """What was found."""
+    """What was found; a table has several lines."""
     remedy: str = ""
     """The command or step that mends it; empty when nothing needs mending."""
     required: bool = True
@@ -97,30 +97,39 @@ def _package_check(requirement: Requirement, *, required: bool) -> Check:
 
 
 def model_checks(config: EngineConfig) -> list[Check]:
-    """What the engine of ``config`` would hold here, and whether there is memory for it. Loads nothing."""
-    from octavo.model.memory import available_memory
-    from octavo.runtime.assemble import plan
-    from octavo.runtime.capacity import step_bytes
+    """What every rank of ``config`` would hold, and whether there is memory for it here. Loads nothing.
+
+    Several ranks may be planned on a machine without GPUs for one that has them, so too little memory is no failure.
+    """
+    from octavo.runtime.rank_plan import fitting_ranks, plan_ranks
 
     try:
-        planned = plan(config)
+        planned = plan_ranks(config, every_device=True)
     except OctavoError as error:
         return [Check(name="model", ok=False, detail=str(error), remedy="correct the options above")]
-    text = planned.config.text_config
-    needed = planned.weight_bytes + planned.capacity.bytes + step_bytes(text, config.chunk)
-    free = available_memory(planned.device)
+    one, ranks = planned.first, config.ranks
+    text = one.config.text_config
     weights = (
-        f"{text.num_hidden_layers} layers, {len(planned.experts)} of {text.n_routed_experts} experts: "
-        f"{planned.weight_bytes / _GIB:.2f} GiB on {planned.device}"
+        f"{text.num_hidden_layers} layers, {len(one.experts) * ranks} of {text.n_routed_experts} experts"
+        f"{f' on {ranks} ranks' if ranks > 1 else ''}: {ranks * one.weight_bytes / _GIB:.2f} GiB on {one.device.type}"
     )
-    memory = f"{needed / _GIB:.2f} GiB needed, {free / _GIB:.2f} GiB available on {planned.device}"
-    remedy = (
-        "" if needed <= free else "fewer --layers or --experts, smaller --kv-tokens or --chunk, or another --device"
-    )
+    place = "each GPU, at least" if planned.sharers < ranks else str(one.device)
+    memory = f"{planned.needed_bytes / _GIB:.2f} GiB needed, {planned.free_bytes / _GIB:.2f} GiB available on {place}"
+    missing = sum(rank.free_bytes is None for rank in planned.ranks)
+    if missing:
+        memory = f"{planned.needed_bytes / _GIB:.2f} GiB needed on each GPU; {missing} of {ranks} GPUs are not there"
+    remedy = "fewer --layers or --experts, smaller --kv-tokens or --chunk, or another --device"
     return [
         Check(name="model", ok=True, detail=weights),
-        Check(name="state", ok=True, detail=planned.capacity.describe()),
-        Check(name="memory", ok=needed <= free, detail=memory, remedy=remedy),
+        Check(name="state", ok=True, detail=one.capacity.describe() + (" (each rank)" if ranks > 1 else "")),
+        *([Check(name="ranks", ok=True, detail="\n".join(planned.lines()))] if ranks > 1 else []),
+        Check(
+            name="memory",
+            ok=planned.fits,
+            detail=memory,
+            remedy="" if planned.fits else f"{remedy}. {fitting_ranks(config)}",
+            required=ranks == 1 or one.device.type == "cuda",
+        ),
     ]
 
 

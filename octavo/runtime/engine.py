@@ -21,9 +21,9 @@ from octavo.runtime.config import EngineConfig
 from octavo.runtime.core import EngineCore
 from octavo.runtime.loop import EngineFailure, EngineLoop
 from octavo.runtime.prompt import encode_chat
+from octavo.runtime.ranks.launch import Others, start_others
 from octavo.runtime.ranks.leader import Leader
 from octavo.runtime.ranks.start import follow, rank_runner, with_common_capacity
-from octavo.runtime.ranks.workers import Workers, start_workers
 from octavo.runtime.rehearsal import with_measured_capacity
 from octavo.runtime.request import Answer, Delta, FinishReason, Request
 from octavo.runtime.runner import Runner
@@ -73,23 +73,23 @@ class EngineBase:
         if self.config.dump_dir is not None:
             claim(self.config.dump_dir)
         self._leader: Leader | None = None
-        workers = start_workers(self.config, follow)
+        others = start_others(self.config, follow)
         try:
-            self._start(buckets, workers, progress)
+            self._start(buckets, others, progress)
         except Exception as error:
-            if workers is None:
+            if others is None:
                 raise
-            cause = workers.explain(error) if isinstance(error, RuntimeError) else error
-            workers.stop()
+            cause = others.explain(error) if isinstance(error, RuntimeError) else error
+            others.stop()
             raise cause from error
 
-    def _start(self, buckets: tuple[int, ...], workers: Workers | None, progress: Progress | None) -> None:
+    def _start(self, buckets: tuple[int, ...], others: Others | None, progress: Progress | None) -> None:
         """Load, get ready, and begin to listen."""
         began = time.perf_counter()
         assembled = assemble(self.config, progress)
         loaded = time.perf_counter()
         assembly = with_measured_capacity(assembled, self.config)
-        if workers is not None:
+        if others is not None:
             assembly = with_common_capacity(assembly, self.config)
         measured = time.perf_counter()
         self.tokenizer = assembly.tokenizer
@@ -103,11 +103,11 @@ class EngineBase:
             max_length=self.capacity.max_model_len,
         )
         compiled = functools.partial(progress, "programs") if progress is not None else None
-        if workers is None:
+        if others is None:
             runner = Runner(assembly, buckets, self.config.graphs, self.config.dump_dir, compiled)
         else:
             runner = rank_runner(assembly, self.config, compiled)
-            self._leader = Leader(runner, workers)
+            self._leader = Leader(runner, others)
         ready = time.perf_counter()
         self._programs = runner.programs
         self._description += f"\n{self._programs.description}"
@@ -119,8 +119,8 @@ class EngineBase:
         ]
         """Phases of the start and their seconds; together all of it."""
         self._loop = EngineLoop(EngineCore(scheduler, self._leader or runner), self.config.step_deadline)
-        if workers is not None:
-            workers.on_failure(lambda failure: self._loop.fail(EngineFailure(f"The engine ended: {failure}")))
+        if others is not None:
+            others.on_failure(lambda failure: self._loop.fail(EngineFailure(f"The engine ended: {failure}")))
 
     def describe(self) -> str:
         """What is loaded, where, in which numeric mode, and what fits."""

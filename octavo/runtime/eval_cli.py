@@ -131,7 +131,10 @@ def _suites(
 def _run(config: EngineConfig, suites: list[Suite], thinking: bool) -> list[Score]:
     from octavo.runtime.engine import Engine
     from octavo.runtime.evaluate import run_suite
+    from octavo.runtime.rank_plan import describe_plan
 
+    for line in describe_plan(config):
+        say(line)
     with start_progress() as progress:
         running = Engine(config, progress)
     with running:

@@ -18,20 +18,32 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from octavo import Engine, EngineConfig, OctavoError, SamplingParams, UsageError
+from octavo.graphs.emulation import run_ranks
 from octavo.runtime.assemble import assemble
 from octavo.runtime.ranks.agreement import agree, exchange
+from octavo.runtime.ranks.communicator import GroupCommunicator
+from octavo.runtime.ranks.group import control_group
 from octavo.runtime.ranks.messages import Pick, StepPlan, decode, encode
-from octavo.runtime.ranks.start import control_group, rank_runner, with_common_capacity
+from octavo.runtime.ranks.start import rank_runner, with_common_capacity
 from octavo.runtime.ranks.workers import RankFailure, Workers
 from octavo.runtime.runner import Chunk, Runner
 from octavo.runtime.step_program import choose_buckets
 from tests.conftest import ReportCount
 from tests.model.mini_run import MINI, golden
-from tests.rank_work import compute_and_compare, differs, raises_while_loading, run_steps
+from tests.rank_work import (
+    collect,
+    collect_and_compare,
+    compute_and_compare,
+    differs,
+    digest_of,
+    raises_while_loading,
+    run_steps,
+)
 
 RANKS = 2
 ROWS = (1, RANKS, RANKS + 1, 21, 45)
 """Rows of the first step of a request, in turn: fewer than ranks, as many, one more, odd counts."""
+MAIN = "import sys; from octavo.runtime.cli import main; sys.argv[0] = 'octavo'; main()"
 ONE = {"OMP_NUM_THREADS": "1"}
 PARAMS = SamplingParams(max_tokens=5, logprobs=1, temperature=0.7, seed=3, ignore_eos=True, prompt_logprobs=1)
 
@@ -92,6 +104,18 @@ def test_state_is_equal_on_every_rank() -> None:
     assert found == [alone] * RANKS
 
 
+@pytest.mark.timeout(60)
+def test_collectives_are_the_emulated_ones() -> None:
+    """To the bit, on every rank, whatever dtype and however large."""
+    expected = [{"digest": digest_of(found)} for found in run_ranks(RANKS, collect)]
+    workers = Workers(config(), collect_and_compare, 60.0)
+    try:
+        found = exchange({"digest": digest_of(collect(GroupCommunicator()))}, control_group())
+    finally:
+        workers.stop()
+    assert found == expected
+
+
 @pytest.mark.timeout(120)
 def test_goldens_and_a_dump(tmp_path: Path) -> None:
     """The official greedy answer by two ranks in plain numerics; the dump holds the programs of both placements."""
@@ -125,9 +149,8 @@ def test_the_shared_expert_is_added_once(tmp_path: Path) -> None:
 @pytest.mark.timeout(120)
 def test_an_interrupt_leaves_no_process() -> None:
     """Ctrl-C reaches all processes of a terminal's job."""
-    code = "import sys; from octavo.runtime.cli import main; sys.argv[0] = 'octavo'; main()"
     options = ["--model", MINI, "--device", "cpu", "--ranks", "2", "--kv-tokens", "2048", "--max-tokens", "1500"]
-    command = [sys.executable, "-c", code, "generate", *map(str, options), "--ignore-eos", "--raw", "hello"]
+    command = [sys.executable, "-c", MAIN, "generate", *map(str, options), "--ignore-eos", "--raw", "hello"]
     job = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True, env={**os.environ, **ONE}
     )
@@ -140,6 +163,20 @@ def test_an_interrupt_leaves_no_process() -> None:
     while members(job.pid) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not members(job.pid)
+
+
+@pytest.mark.timeout(120)
+def test_torchrun_gives_the_ranks() -> None:
+    """Two processes of one command: the first answers as one alone does, the other says nothing."""
+    options = ["--model", MINI, "--device", "cpu", "--kv-tokens", "1024", "--max-tokens", "6", "--raw", "hello"]
+    command = ["generate", *map(str, options)]
+    alone = subprocess.run([sys.executable, "-c", MAIN, *command], capture_output=True, text=True, check=True)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
+    launch += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", sys.executable, "-c", MAIN]
+    both = [*launch, *command, "--ranks", "2"]
+    given = subprocess.run(both, capture_output=True, text=True, check=False, env={**os.environ, **ONE})
+    assert given.returncode == 0, given.stderr
+    assert given.stdout == alone.stdout
 
 
 def members(group: int) -> list[str]:

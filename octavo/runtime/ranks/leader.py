@@ -7,20 +7,22 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
+from octavo.runtime.ranks.group import control_group
+from octavo.runtime.ranks.launch import Others
 from octavo.runtime.ranks.messages import Pick, StepPlan, send
-from octavo.runtime.ranks.start import control_group
-from octavo.runtime.ranks.workers import Workers
 from octavo.runtime.runner import Chunk, Runner
 
 
 class Leader:
     """What :class:`octavo.runtime.core.EngineCore` steps. No other rank decides anything, so ranks cannot disagree."""
 
-    def __init__(self, runner: Runner, workers: Workers) -> None:
+    def __init__(self, runner: Runner, others: Others) -> None:
         self._runner = runner
-        self._workers = workers
+        self._others = others
         self._group = control_group()
         self._pages: list[tuple[int, int, int]] = []
+        self._between = True
+        """Whether the others wait for a message, and for nothing else."""
 
     def set_pages(self, pages: Sequence[tuple[int, int, int]]) -> None:
         """Enter (slot, place, page) into the page tables; they travel with the next step."""
@@ -40,16 +42,18 @@ class Leader:
             return self._runner.logits(hidden, rows)
 
     def close(self) -> None:
-        """Tell the others that all is over, and end them."""
-        if self._workers.failure is None:
+        """Tell the others that all is over, and end them; by force if they are amid a step that failed or hangs."""
+        if self._others.failure is None and self._between:
             with contextlib.suppress(RuntimeError):  # one that has just ended; stop() ends the rest
                 send(None, self._group)
-        self._workers.stop()
+        self._others.stop(force=not self._between)
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
         """A broken collective is told as the end of the rank that broke it."""
+        self._between = False
         try:
             yield
         except RuntimeError as error:
-            raise self._workers.explain(error) from error
+            raise self._others.explain(error) from error
+        self._between = True

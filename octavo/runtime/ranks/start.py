@@ -9,23 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 import octavo
 from octavo.runtime.assemble import Assembly, assemble, checkpoint_path
 from octavo.runtime.config import EngineConfig
 from octavo.runtime.ranks.agreement import agree, exchange
 from octavo.runtime.ranks.communicator import GroupCommunicator
+from octavo.runtime.ranks.group import control_group
 from octavo.runtime.ranks.messages import Pick, StepPlan, receive
 from octavo.runtime.runner import Runner
 from octavo.runtime.step_program import replicated_buckets, sharded_buckets
-
-
-def control_group() -> dist.ProcessGroup:
-    """The group for what ranks tell each other beside the programs' collectives."""
-    group = dist.group.WORLD
-    assert group is not None, "no process group"
-    return group
 
 
 def with_common_capacity(assembly: Assembly, config: EngineConfig) -> Assembly:

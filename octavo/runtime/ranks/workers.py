@@ -12,7 +12,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
@@ -21,8 +20,8 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from octavo.errors import OctavoError
-from octavo.runtime.assemble import choose_device, plan
 from octavo.runtime.config import EngineConfig
+from octavo.runtime.ranks.group import join
 
 _LOCALHOST = "127.0.0.1"
 _JOIN_SECONDS = 120.0
@@ -72,7 +71,7 @@ class Workers:
         self._monitor.start()
         try:
             self._wait_for_all(store)
-            _join(store, 0, config, collective_seconds)
+            join(store, 0, config, collective_seconds)
         except BaseException:
             self.stop()
             raise
@@ -92,10 +91,10 @@ class Workers:
             time.sleep(0.05)
         return self.failure if self.failure is not None else error
 
-    def stop(self) -> None:
-        """End all workers, those that do not end by themselves by force, and the process group."""
+    def stop(self, force: bool = False) -> None:
+        """End all workers and the process group. Those that do not end by themselves are killed, with ``force`` all."""
         self._closing.set()
-        end = time.monotonic() + (_END_SECONDS if self.failure is None else 0.0)
+        end = time.monotonic() + (0.0 if force or self.failure is not None else _END_SECONDS)
         for process in self._processes:
             process.join(max(0.0, end - time.monotonic()))
         for process in self._processes:
@@ -147,17 +146,6 @@ class Workers:
         return f"exit code {code}"
 
 
-def start_workers(config: EngineConfig, work: Work) -> Workers | None:
-    """The other ranks of a configuration; None if it has one rank.
-
-    Raises :class:`UsageError` or :class:`OctavoError`, before anything is started, for what no rank could load.
-    """
-    if config.ranks == 1:
-        return None
-    plan(config)
-    return Workers(config, work, config.step_deadline)
-
-
 def _main(
     config: EngineConfig, rank: int, port: int, pipe: Connection, work: Work, collective_seconds: float, threads: int
 ) -> None:
@@ -167,7 +155,7 @@ def _main(
     try:
         store = TCPStore(_LOCALHOST, port, config.ranks, is_master=False)
         store.set(f"started-{rank}", "yes")
-        _join(store, rank, config, collective_seconds)
+        join(store, rank, config, collective_seconds)
         work(config, rank)
         dist.destroy_process_group()
     except BaseException as error:
@@ -176,17 +164,3 @@ def _main(
         pipe.send(f"{type(error).__name__}: {error}")
         pipe.close()
         raise SystemExit(1) from error
-
-
-def _join(store: TCPStore, rank: int, config: EngineConfig, collective_seconds: float) -> None:
-    """Make the group: rows travel over NCCL between GPUs, all else over gloo."""
-    device = choose_device(config.device, rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=store,
-        rank=rank,
-        world_size=config.ranks,
-        timeout=timedelta(seconds=collective_seconds),
-    )

@@ -1,0 +1,48 @@
+"""Ranks that somebody else has started: torchrun, on one host or several.
+
+Every process runs the same command. Rank 0 becomes the engine; the others follow it and end with it. torchrun watches
+them, and ends all when one fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from octavo.errors import UsageError
+from octavo.runtime.config import EngineConfig
+from octavo.runtime.ranks.group import join
+from octavo.runtime.ranks.workers import RankFailure, Work
+
+
+class GivenRanks:
+    """The other ranks, as far as rank 0 has to do with them."""
+
+    def __init__(self, config: EngineConfig, work: Work, collective_seconds: float) -> None:
+        """Joins torchrun's group. On ranks other than 0 it does the work and ends the process.
+
+        Raises :class:`UsageError` if torchrun has started another number of ranks than asked for.
+        """
+        self.failure: RankFailure | None = None
+        store, rank, ranks = next(rendezvous("env://"))
+        if ranks != config.ranks:
+            raise UsageError(f"--ranks {config.ranks}: torchrun has started {ranks}; give --ranks {ranks}")
+        join(store, rank, config, collective_seconds)
+        if rank:
+            work(config, rank)
+            dist.destroy_process_group()
+            raise SystemExit(0)
+
+    def on_failure(self, call: Callable[[RankFailure], None]) -> None:
+        """torchrun ends this process too when another fails."""
+
+    def explain(self, error: Exception) -> Exception:
+        """A broken collective: what the other rank ended of stands in its own output."""
+        return RankFailure(f"another rank has ended; see its output ({error})")
+
+    def stop(self, force: bool = False) -> None:
+        """The others end by themselves when they are told that all is over, or with torchrun."""
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,44 @@
+"""The other ranks of an engine: given by torchrun, or started here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch.distributed as dist
+
+from octavo.runtime.config import EngineConfig
+from octavo.runtime.rank_plan import check_ranks
+from octavo.runtime.ranks.given import GivenRanks
+from octavo.runtime.ranks.workers import RankFailure, Work, Workers
+
+
+class Others(Protocol):
+    """What rank 0 knows of the other ranks."""
+
+    failure: RankFailure | None
+    """Set when one of them has ended before its time."""
+
+    def on_failure(self, call: Callable[[RankFailure], None]) -> None:
+        """Call it, in another thread, if a rank ends that should not; at once if one has."""
+        ...
+
+    def explain(self, error: Exception) -> Exception:
+        """The failure behind a broken collective, or the error itself if no rank has ended."""
+        ...
+
+    def stop(self, force: bool = False) -> None:
+        """End them, with ``force`` at once, and this process's group."""
+        ...
+
+
+def start_others(config: EngineConfig, work: Work) -> Others | None:
+    """The other ranks of a configuration; None if it has one rank. Under torchrun only rank 0 comes back from here.
+
+    Raises :class:`UsageError` or :class:`OctavoError`, before anything is started, for what does not fit.
+    """
+    check_ranks(config)
+    if config.ranks == 1:
+        return None
+    kind = GivenRanks if dist.is_torchelastic_launched() else Workers
+    return kind(config, work, config.step_deadline)
