@@ -50,11 +50,12 @@ def with_room(config: EngineConfig, rows: int) -> EngineConfig:
     """
     default = EngineConfig()
     unused = {"--graphs": config.graphs != default.graphs, "--buckets": config.buckets != default.buckets}
-    for option, given in {**unused, "--dump-dir": config.dump_dir is not None}.items():
+    unused |= {"--dump-dir": config.dump_dir is not None, "--ranks": config.ranks != default.ranks}
+    for option, given in unused.items():
         if given:
             raise UsageError(
-                f"{option} does not apply: bench graphs runs steps in every way, at the row counts of --rows, and "
-                "writes no dump. Leave it out."
+                f"{option} does not apply: bench graphs runs steps of one rank in every way, at the row counts of "
+                "--rows, and writes no dump. Leave it out."
             )
     if config.kv_tokens is None and config.memory_fraction is None:
         config = dataclasses.replace(config, kv_tokens=max(rows, 2))

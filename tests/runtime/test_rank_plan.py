@@ -148,11 +148,11 @@ def test_ranks_that_do_not_divide_the_experts_are_refused() -> None:
 
 
 @pytest.mark.parametrize("kv_tokens", [None, 65_536])
-def test_refusal_on_gpus(sparse: Path, gpus_with: Callable[[list[int]], None], kv_tokens: int | None) -> None:
+def test_refusal_on_gpus(gpus_with: Callable[[list[int]], None], kv_tokens: int | None) -> None:
     """A GPU of 50 GiB holds an eighth of the released experts, not a sixth; the state is what is left, or as given."""
 
     def released_on(ranks: int) -> EngineConfig:
-        return EngineConfig(model=sparse, ranks=ranks, kv_tokens=kv_tokens)
+        return EngineConfig(weights="random", preset="slice", experts=384, ranks=ranks, kv_tokens=kv_tokens)
 
     gpus_with([50 * GIB] * 8)
     check_ranks(released_on(8))
