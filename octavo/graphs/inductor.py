@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 from torch.fx import Graph, GraphModule, Node
 
 from octavo.errors import OctavoError
@@ -184,6 +183,8 @@ def _require_compilers(device: str) -> None:
 
 def _compile_kind(region: Region, largest_rows: int) -> tuple[CompiledKind, CompiledRegion]:
     began = time.perf_counter()
+    from torch._dynamo.utils import counters  # a second of importing, for those who compile alone
+
     hits = counters["inductor"]["fxgraph_cache_hit"]
     try:
         traced = trace_region(region, largest_rows)

@@ -15,7 +15,6 @@ from typing import Any, cast
 import torch
 from torch import SymInt, Tensor
 from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -186,6 +185,8 @@ def _rows_symbol(mode: FakeTensorMode, environment: ShapeEnv, largest: int) -> i
     A symbol without a lower bound and an example (*unbacked*) would need no such bound, but Inductor of torch 2.11
     fuses nothing of unknown size.
     """
+    from torch._dynamo.source import ConstantSource  # a second of importing, for those who compile alone
+
     largest = max(3, largest)  # a range of one number is that number
     bounds = StrictMinMaxConstraint(vr=ValueRanges(2, largest), warn_only=False)
     context: StatelessSymbolicContext[..., Any] = StatelessSymbolicContext(
