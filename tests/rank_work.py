@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 
 import torch
+import torch.distributed as dist
 
 from octavo.kernels.collectives import Communicator
 from octavo.runtime.assemble import assemble
 from octavo.runtime.config import EngineConfig
 from octavo.runtime.ranks.agreement import agree, exchange
 from octavo.runtime.ranks.communicator import GroupCommunicator
-from octavo.runtime.ranks.group import control_group
+from octavo.runtime.ranks.group import all_ranks
 from octavo.runtime.ranks.start import rank_runner, with_common_capacity
 from octavo.runtime.runner import Chunk, Runner
 
@@ -42,17 +43,17 @@ def _digest(runner: Runner) -> str:
     return hashlib.sha256(b"".join(t.contiguous().view(torch.uint8).numpy().tobytes() for t in tensors)).hexdigest()
 
 
-def compute_and_compare(settings: EngineConfig, rank: int) -> None:
+def compute_and_compare(settings: EngineConfig, rank: int, control: dist.ProcessGroup) -> None:
     runner = rank_runner(with_common_capacity(assemble(settings, rank=rank), settings), settings)
-    exchange(run_steps(runner), control_group())
+    exchange(run_steps(runner), all_ranks())
 
 
-def raises_while_loading(settings: EngineConfig, rank: int) -> None:
+def raises_while_loading(settings: EngineConfig, rank: int, control: dist.ProcessGroup) -> None:
     raise ValueError(f"no weights for rank {rank}")
 
 
-def differs(settings: EngineConfig, rank: int) -> None:
-    agree({"torch": "another", "octavo": "same"}, control_group())
+def differs(settings: EngineConfig, rank: int, control: dist.ProcessGroup) -> None:
+    agree({"torch": "another", "octavo": "same"}, all_ranks())
 
 
 def addend(rank: int, *shape: int) -> torch.Tensor:
@@ -80,8 +81,8 @@ def collect(communicator: Communicator) -> list[torch.Tensor]:
     return found
 
 
-def collect_and_compare(settings: EngineConfig, rank: int) -> None:
-    exchange({"digest": digest_of(collect(GroupCommunicator()))}, control_group())
+def collect_and_compare(settings: EngineConfig, rank: int, control: dist.ProcessGroup) -> None:
+    exchange({"digest": digest_of(collect(GroupCommunicator()))}, all_ranks())
 
 
 def digest_of(tensors: list[torch.Tensor]) -> str:

@@ -15,7 +15,6 @@ import torch
 
 from octavo.errors import OctavoError
 from octavo.graphs.features import input_liveness, marked
-from octavo.passes.base import GraphError
 
 
 class Recorder:
@@ -53,7 +52,7 @@ class Recorder:
                 gc.enable()
 
     def record(self, run: Callable[[], None], title: str) -> torch.cuda.CUDAGraph:
-        """What ``run`` launches, as a graph. Call it in a session. Raises :class:`GraphError` naming ``title``."""
+        """What ``run`` launches, as a graph. Call it in a session. Raises :class:`OctavoError` naming ``title``."""
         graph = torch.cuda.CUDAGraph()
         # Other threads, another engine's among them, may allocate and copy meanwhile.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local", **self._options)
@@ -65,7 +64,10 @@ class Recorder:
             raise
         except RuntimeError as error:
             _abandon(graph)
-            raise GraphError(f"{title} cannot be captured: {_first_line(error)}") from error
+            raise OctavoError(
+                f"{title} cannot be captured on {self.device}: {_first_line(error)}. See what `octavo doctor` says of "
+                "this GPU; --graphs eager runs without captures."
+            ) from error
         graph.capture_end()
         return graph
 

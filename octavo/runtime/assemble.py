@@ -50,6 +50,8 @@ class Assembly:
     """Backend of every operator."""
     inductor: bool
     """Whether regions are compiled."""
+    chunk: int
+    """Most rows of a step, on all ranks together."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -113,7 +115,7 @@ def plan(config: EngineConfig, rank: int = 0) -> Plan:
 
     Raises :class:`UsageError` or :class:`OctavoError` for what cannot be.
     """
-    device = choose_device(config.device, dist.get_node_local_rank(rank) if config.ranks > 1 else None)
+    device = choose_device(config.device, local_rank(rank) if config.ranks > 1 else None)
     path = checkpoint_path(config)
     checkpoint = Checkpoint(path) if path is not None else None
     model_config = checkpoint.config if checkpoint is not None else preset(config.preset or "")
@@ -127,7 +129,7 @@ def plan(config: EngineConfig, rank: int = 0) -> Plan:
         weight_bytes += table_bytes
     numerics = choose_numerics(config.numerics, device)
     storage = Storage.F32 if numerics == "plain" else Storage(config.kv_storage)
-    step = step_bytes(text, _most_rows(config))
+    step = step_bytes(text, most_rows(config))
     capacity = plan_capacity(config, text, storage, device, weight_bytes, step)
     return Plan(checkpoint, model_config, experts, device, numerics, weight_bytes, table_bytes, capacity, step)
 
@@ -161,7 +163,14 @@ def assemble(config: EngineConfig, progress: Progress | None = None, rank: int =
     dtype = activation_dtype(planned.numerics)
     prelude = Prelude(model.embed, tables, ids, pad_class(classes, model_config.text_config), dtype)
     backends = choose_backends(planned.numerics, device.type)
-    return Assembly(model, prelude, tokenizer, planned.capacity, device, planned.numerics, backends, inductor)
+    return Assembly(
+        model, prelude, tokenizer, planned.capacity, device, planned.numerics, backends, inductor, config.chunk
+    )
+
+
+def local_rank(rank: int) -> int:
+    """The number of a rank on its host: what torchrun says, and the rank itself of those that Octavo starts."""
+    return dist.get_node_local_rank(rank) if dist.is_torchelastic_launched() else rank
 
 
 def choose_device(name: str, rank: int | None = None) -> torch.device:
@@ -226,7 +235,7 @@ def _share(experts: range, rank: int, ranks: int) -> range:
     return experts[rank * count : (rank + 1) * count]
 
 
-def _most_rows(config: EngineConfig) -> int:
+def most_rows(config: EngineConfig) -> int:
     """That a rank computes in a step: its share of a chunk, or all rows of a step that every rank computes whole."""
     if config.ranks == 1:
         return config.chunk

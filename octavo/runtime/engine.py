@@ -70,22 +70,22 @@ class EngineBase:
             config = EngineConfig(model=None if config is None else Path(config))
         self.config = config
         buckets = choose_buckets(self.config.buckets, self.config.chunk)
-        if self.config.dump_dir is not None:
-            claim(self.config.dump_dir)
         self._leader: Leader | None = None
         others = start_others(self.config, follow)
         try:
             self._start(buckets, others, progress)
-        except Exception as error:
+        except BaseException as error:
             if others is None:
                 raise
-            cause = others.explain(error) if isinstance(error, RuntimeError) else error
-            others.stop()
+            cause = others.explain(error) if isinstance(error, Exception) else error
+            others.stop(force=True)
             raise cause from error
 
     def _start(self, buckets: tuple[int, ...], others: Others | None, progress: Progress | None) -> None:
         """Load, get ready, and begin to listen."""
         began = time.perf_counter()
+        if self.config.dump_dir is not None:
+            claim(self.config.dump_dir)
         assembled = assemble(self.config, progress)
         loaded = time.perf_counter()
         assembly = with_measured_capacity(assembled, self.config)

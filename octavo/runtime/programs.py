@@ -137,10 +137,14 @@ class Programs:
         times.append(time.perf_counter())
         if assembly.inductor:
             for place, done_part in enumerate(compiled):
+                # Steps beyond the largest bucket run the same kernels.
+                prepared = done_part.buckets[-1] * self._ranks
+                chunk = -(-assembly.chunk // self._ranks) * self._ranks
+                largest_rows = prepared if done_part.part.name == "epilogue" else max(prepared, chunk)
                 regions = compile_regions(
                     done_part.compilation.instructions,
                     device=device.type,
-                    largest_rows=done_part.buckets[-1] * self._ranks,
+                    largest_rows=largest_rows,
                 )
                 compiled[place] = dataclasses.replace(done_part, regions=regions)
                 advance()

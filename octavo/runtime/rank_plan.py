@@ -109,6 +109,8 @@ def plan_ranks(config: EngineConfig, *, every_device: bool = False) -> EnginePla
 def check_ranks(config: EngineConfig) -> None:
     """Raise :class:`OctavoError` with the numbers and the smallest number of ranks that fits if this one does not, or
     if a rank has no device."""
+    if config.ranks > 1 and config.device.startswith("cuda:"):
+        raise UsageError(f"--device {config.device} with --ranks {config.ranks}: each rank needs its own; use cuda")
     if config.ranks > 1:
         for rank in range(config.ranks):
             choose_device(config.device, rank)

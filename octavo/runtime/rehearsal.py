@@ -11,8 +11,9 @@ import logging
 
 import torch
 
+from octavo.errors import OctavoError
 from octavo.kernels.paging import PAGE_TOKENS
-from octavo.runtime.assemble import Assembly
+from octavo.runtime.assemble import Assembly, most_rows
 from octavo.runtime.capacity import plan_capacity
 from octavo.runtime.config import EngineConfig
 from octavo.runtime.pools import PoolSizes
@@ -29,8 +30,9 @@ def with_measured_capacity(assembly: Assembly, config: EngineConfig) -> Assembly
     """
     if assembly.device.type != "cuda" or config.kv_tokens is not None:
         return assembly
-    needed = step_memory(assembly, config.chunk)
-    _LOG.info("a step of %d rows takes %.2f GB beside weights and state", config.chunk, needed / 1e9)
+    rows = most_rows(config)
+    needed = step_memory(assembly, rows)
+    _LOG.info("a step of %d rows takes %.2f GB beside weights and state", rows, needed / 1e9)
     text, storage = assembly.config.text_config, assembly.capacity.storage
     capacity = plan_capacity(config, text, storage, assembly.device, weight_bytes=0, step=needed)
     return dataclasses.replace(assembly, capacity=capacity)
@@ -43,14 +45,25 @@ def step_memory(assembly: Assembly, rows: int) -> int:
     slots = assembly.capacity.sizes.slots
     small = dataclasses.replace(assembly.capacity, sizes=PoolSizes(slots=slots, pages=pages, max_pages=pages))
     torch.cuda.empty_cache()
-    runner = Runner(dataclasses.replace(assembly, capacity=small), (rows,), "eager")
+    try:
+        return _measured(dataclasses.replace(assembly, capacity=small), rows)
+    except torch.cuda.OutOfMemoryError as error:
+        raise OctavoError(
+            f"{device}: a step of {rows} rows does not fit beside the weights. Lower --chunk or --max-requests, load "
+            "fewer layers (--layers), or share the model over more --ranks."
+        ) from error
+
+
+def _measured(assembly: Assembly, rows: int) -> int:
+    device, pages = assembly.device, assembly.capacity.sizes.pages
+    runner = Runner(assembly, (rows,), "eager")
     buffers = runner.programs.buffer_bytes
     runner.set_pages([(0, page, page) for page in range(pages)])
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     hidden = runner.run([Chunk(slot=0, start=0, ids=[0] * rows)])
-    runner.logits(hidden, list(range(min(slots, rows))))
+    runner.logits(hidden, list(range(min(assembly.capacity.sizes.slots, rows))))
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
     del runner, hidden

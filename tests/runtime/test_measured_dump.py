@@ -80,3 +80,19 @@ def test_not_compiled(tmp_path: Path) -> None:
     assert "Nothing is captured" in (tmp_path / "body" / "buckets.md").read_text()
     assert "compile none, torch " in (tmp_path / "index.md").read_text()
     assert read_reports(tmp_path)["body"]["regions"]
+
+
+def test_regions_serve_steps_beyond_the_largest_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are computed by the same kernels, which hold for so many rows only."""
+    asked: list[object] = []
+    compile_nothing = slower_each_time()
+
+    def remember(instructions: Iterable[Instruction], *, device: str, largest_rows: int) -> CompiledRegions:
+        asked.append(largest_rows)
+        return compile_nothing(instructions)
+
+    monkeypatch.setattr(programs, "compile_regions", remember)
+    sizes = {"device": "cpu", "kv_tokens": 256, "max_requests": 2, "chunk": 64}
+    with Engine(EngineConfig(model=MINI, numerics="fast", compile="inductor", layers=1, buckets="1,8", **sizes)):  # type: ignore[arg-type]
+        pass
+    assert asked == [64, 64, 128], "prelude, body, and the head's rows"

@@ -136,10 +136,10 @@ def test_refusal_counts_all_ranks_of_a_host(host_with: FreeMemory) -> None:
     check_ranks(config(ranks=2))
     host_with(both - 1)
     with pytest.raises(OctavoError, match=r"2 ranks share cpu.*smallest number of ranks that fits is 1 \(--ranks 1\)"):
-        start_others(config(ranks=2), lambda settings, rank: None)
+        start_others(config(ranks=2), lambda settings, rank, control: None)
     host_with(alone - 1)
     with pytest.raises(OctavoError, match=r"GiB are needed.*--kv-tokens.*No number of ranks .* 8 experts"):
-        start_others(config(), lambda settings, rank: None)
+        start_others(config(), lambda settings, rank, control: None)
 
 
 def test_ranks_that_do_not_divide_the_experts_are_refused() -> None:

@@ -22,7 +22,7 @@ from octavo.graphs.emulation import run_ranks
 from octavo.runtime.assemble import assemble
 from octavo.runtime.ranks.agreement import agree, exchange
 from octavo.runtime.ranks.communicator import GroupCommunicator
-from octavo.runtime.ranks.group import control_group
+from octavo.runtime.ranks.group import all_ranks
 from octavo.runtime.ranks.messages import Pick, StepPlan, decode, encode
 from octavo.runtime.ranks.start import rank_runner, with_common_capacity
 from octavo.runtime.ranks.workers import RankFailure, Workers
@@ -98,7 +98,7 @@ def test_state_is_equal_on_every_rank() -> None:
     workers = Workers(settings, compute_and_compare, 60.0)
     try:
         runner = rank_runner(with_common_capacity(assemble(settings), settings), settings)
-        found = exchange(run_steps(runner), control_group())
+        found = exchange(run_steps(runner), all_ranks())
     finally:
         workers.stop()
     assert found == [alone] * RANKS
@@ -110,7 +110,7 @@ def test_collectives_are_the_emulated_ones() -> None:
     expected = [{"digest": digest_of(found)} for found in run_ranks(RANKS, collect)]
     workers = Workers(config(), collect_and_compare, 60.0)
     try:
-        found = exchange({"digest": digest_of(collect(GroupCommunicator()))}, control_group())
+        found = exchange({"digest": digest_of(collect(GroupCommunicator()))}, all_ranks())
     finally:
         workers.stop()
     assert found == expected
@@ -226,6 +226,16 @@ def test_a_killed_rank_ends_the_engine(engine: Engine) -> None:
 
 
 @pytest.mark.timeout(60)
+def test_an_idle_engine_waits() -> None:
+    """Longer than a collective may take; and closing twice is closing once."""
+    with Engine(config(layers=2, step_deadline=4.0)) as engine:
+        time.sleep(6.0)
+        assert engine.generate([[5, 6, 7]], SamplingParams(max_tokens=2))[0].finish_reason == "length"
+        engine.close()
+    assert not children()
+
+
+@pytest.mark.timeout(60)
 def test_a_rank_that_dies_while_nothing_runs(engine: Engine) -> None:
     (worker,) = children()
     os.kill(worker, signal.SIGKILL)
@@ -251,7 +261,7 @@ def test_an_error_while_loading_is_named() -> None:
     workers = Workers(config(), raises_while_loading, 30.0)
     try:
         with pytest.raises(RuntimeError) as broken:
-            exchange({}, control_group())
+            exchange({}, all_ranks())
         assert isinstance(broken.value, RuntimeError)
         found = workers.explain(broken.value)
     finally:
@@ -265,13 +275,15 @@ def test_the_rank_that_differs_is_named() -> None:
     workers = Workers(config(), differs, 30.0)
     try:
         with pytest.raises(OctavoError, match="rank 1 differs from rank 0 in torch: another instead of mine"):
-            agree({"torch": "mine", "octavo": "same"}, control_group())
+            agree({"torch": "mine", "octavo": "same"}, all_ranks())
     finally:
         workers.stop()
 
 
-def test_experts_that_cannot_be_dealt() -> None:
+def test_what_cannot_be_dealt() -> None:
     """Before any process is started."""
+    with pytest.raises(UsageError, match="--device cuda:0 with --ranks 2: each rank needs its own; use cuda"):
+        Engine(config(device="cuda:0"))
     with pytest.raises(UsageError, match="--ranks 3: 8 experts cannot be dealt evenly; 1, 2, 4, 8 ranks can"):
         Engine(config(ranks=3))
     assert not children()

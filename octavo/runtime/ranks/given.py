@@ -6,32 +6,32 @@ them, and ends all when one fails.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from octavo.errors import UsageError
 from octavo.runtime.config import EngineConfig
-from octavo.runtime.ranks.group import join
+from octavo.runtime.ranks.group import is_broken, join
 from octavo.runtime.ranks.workers import RankFailure, Work
+
+
+def given_ranks() -> int | None:
+    """How many ranks torchrun has started; None if this process is not one of them."""
+    return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else None
 
 
 class GivenRanks:
     """The other ranks, as far as rank 0 has to do with them."""
 
     def __init__(self, config: EngineConfig, work: Work, collective_seconds: float) -> None:
-        """Joins torchrun's group. On ranks other than 0 it does the work and ends the process.
-
-        Raises :class:`UsageError` if torchrun has started another number of ranks than asked for.
-        """
+        """Joins torchrun's group. On ranks other than 0 it does the work and ends the process."""
         self.failure: RankFailure | None = None
-        store, rank, ranks = next(rendezvous("env://"))
-        if ranks != config.ranks:
-            raise UsageError(f"--ranks {config.ranks}: torchrun has started {ranks}; give --ranks {ranks}")
-        join(store, rank, config, collective_seconds)
+        store, rank, _ = next(rendezvous("env://"))
+        self.control = join(store, rank, config, collective_seconds)
         if rank:
-            work(config, rank)
+            work(config, rank, self.control)
             dist.destroy_process_group()
             raise SystemExit(0)
 
@@ -40,7 +40,7 @@ class GivenRanks:
 
     def explain(self, error: Exception) -> Exception:
         """A broken collective: what the other rank ended of stands in its own output."""
-        return RankFailure(f"another rank has ended; see its output ({error})")
+        return RankFailure(f"another rank has ended; see its output ({error})") if is_broken(error) else error
 
     def stop(self, force: bool = False) -> None:
         """The others end by themselves when they are told that all is over, or with torchrun."""

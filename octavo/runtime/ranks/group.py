@@ -8,13 +8,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from octavo.runtime.assemble import choose_device
+from octavo.runtime.assemble import choose_device, local_rank
 from octavo.runtime.config import EngineConfig
 
+_FOREVER = timedelta(days=365)
 
-def join(store: Store, rank: int, config: EngineConfig, collective_seconds: float) -> None:
-    """Make the group and choose this rank's GPU; waits for all others."""
-    device = choose_device(config.device, dist.get_node_local_rank(rank))
+
+def join(store: Store, rank: int, config: EngineConfig, collective_seconds: float) -> dist.ProcessGroup:
+    """Make the group and choose this rank's GPU; waits for all others.
+
+    Returns the group over which rank 0 tells the others what to do: an engine without requests is silent for as long as
+    it likes, so nothing there times out. A rank that dies breaks it all the same.
+    """
+    device = choose_device(config.device, local_rank(rank))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
@@ -24,10 +30,20 @@ def join(store: Store, rank: int, config: EngineConfig, collective_seconds: floa
         world_size=config.ranks,
         timeout=timedelta(seconds=collective_seconds),
     )
+    control: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_FOREVER)
+    return control
 
 
-def control_group() -> dist.ProcessGroup:
-    """The group for what ranks tell each other beside the programs' collectives."""
+def all_ranks() -> dist.ProcessGroup:
+    """The group of the programs' collectives, and of what is compared at start: each wait in it has a bound."""
     group = dist.group.WORLD
     assert group is not None, "no process group"
     return group
+
+
+def is_broken(error: BaseException) -> bool:
+    """Whether an error tells of another rank: a connection that is gone, or a wait in vain."""
+    told = str(error).lower()
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(word in told for word in ("connection", "timed out", "timeout", "nccl"))
+    )

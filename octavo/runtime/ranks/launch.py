@@ -7,15 +7,18 @@ from typing import Protocol
 
 import torch.distributed as dist
 
+from octavo.errors import UsageError
 from octavo.runtime.config import EngineConfig
 from octavo.runtime.rank_plan import check_ranks
-from octavo.runtime.ranks.given import GivenRanks
+from octavo.runtime.ranks.given import GivenRanks, given_ranks
 from octavo.runtime.ranks.workers import RankFailure, Work, Workers
 
 
 class Others(Protocol):
     """What rank 0 knows of the other ranks."""
 
+    control: dist.ProcessGroup
+    """Over which rank 0 tells them what to do."""
     failure: RankFailure | None
     """Set when one of them has ended before its time."""
 
@@ -35,10 +38,15 @@ class Others(Protocol):
 def start_others(config: EngineConfig, work: Work) -> Others | None:
     """The other ranks of a configuration; None if it has one rank. Under torchrun only rank 0 comes back from here.
 
-    Raises :class:`UsageError` or :class:`OctavoError`, before anything is started, for what does not fit.
+    Raises :class:`UsageError` or :class:`OctavoError`, before anything is started, for what does not fit; what ranks
+    that torchrun gives hold is checked by each as it loads.
     """
-    check_ranks(config)
+    given = given_ranks()
+    if given is not None and given != config.ranks:
+        raise UsageError(f"--ranks {config.ranks}: torchrun has started {given}; give --ranks {given}")
+    if given is None:
+        check_ranks(config)
     if config.ranks == 1:
         return None
-    kind = GivenRanks if dist.is_torchelastic_launched() else Workers
+    kind = Workers if given is None else GivenRanks
     return kind(config, work, config.step_deadline)

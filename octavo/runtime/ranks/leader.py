@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from octavo.runtime.ranks.group import control_group
 from octavo.runtime.ranks.launch import Others
 from octavo.runtime.ranks.messages import Pick, StepPlan, send
 from octavo.runtime.runner import Chunk, Runner
@@ -19,7 +18,8 @@ class Leader:
     def __init__(self, runner: Runner, others: Others) -> None:
         self._runner = runner
         self._others = others
-        self._group = control_group()
+        self._group = others.control
+        self._closed = False
         self._pages: list[tuple[int, int, int]] = []
         self._between = True
         """Whether the others wait for a message, and for nothing else."""
@@ -42,7 +42,13 @@ class Leader:
             return self._runner.logits(hidden, rows)
 
     def close(self) -> None:
-        """Tell the others that all is over, and end them; by force if they are amid a step that failed or hangs."""
+        """Tell the others that all is over, and end them; by force if they are amid a step that failed or hangs.
+
+        Nothing happens the second time.
+        """
+        if self._closed:
+            return
+        self._closed = True
         if self._others.failure is None and self._between:
             with contextlib.suppress(RuntimeError):  # one that has just ended; stop() ends the rest
                 send(None, self._group)

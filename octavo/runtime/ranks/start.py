@@ -9,14 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 import octavo
 from octavo.runtime.assemble import Assembly, assemble, checkpoint_path
 from octavo.runtime.config import EngineConfig
 from octavo.runtime.ranks.agreement import agree, exchange
 from octavo.runtime.ranks.communicator import GroupCommunicator
-from octavo.runtime.ranks.group import control_group
+from octavo.runtime.ranks.group import all_ranks
 from octavo.runtime.ranks.messages import Pick, StepPlan, receive
+from octavo.runtime.rehearsal import with_measured_capacity
 from octavo.runtime.runner import Runner
 from octavo.runtime.step_program import replicated_buckets, sharded_buckets
 
@@ -26,7 +28,7 @@ def with_common_capacity(assembly: Assembly, config: EngineConfig) -> Assembly:
 
     Raises :class:`OctavoError` naming the rank that differs.
     """
-    group = control_group()
+    group = all_ranks()
     path = checkpoint_path(config)
     agree(
         {
@@ -35,6 +37,9 @@ def with_common_capacity(assembly: Assembly, config: EngineConfig) -> Assembly:
             "checkpoint": _manifest(path) if path is not None else f"random, seed {config.weights_seed}",
             "numerics": assembly.numerics,
             "backends": assembly.backends,
+            "compile": assembly.inductor,
+            "graphs": config.graphs,
+            "layers and experts": [config.layers, config.experts],
         },
         group,
     )
@@ -59,16 +64,16 @@ def rank_runner(assembly: Assembly, config: EngineConfig, progress: Callable[[in
         communicator,
         replicated_buckets(config.buckets, config.chunk, config.max_requests, config.ranks),
     )
-    agree({"programs": runner.programs.plan_hash}, control_group())
+    agree({"programs": runner.programs.plan_hash}, all_ranks())
     return runner
 
 
-def follow(config: EngineConfig, rank: int) -> None:
+def follow(config: EngineConfig, rank: int, control: dist.ProcessGroup) -> None:
     """The life of a rank other than 0: load, get ready, and do what rank 0 says until it says that all is over."""
-    runner = rank_runner(with_common_capacity(assemble(config, rank=rank), config), config)
-    group = control_group()
+    assembly = with_measured_capacity(assemble(config, rank=rank), config)
+    runner = rank_runner(with_common_capacity(assembly, config), config)
     hidden = torch.empty(0)
-    while (message := receive(group)) is not None:
+    while (message := receive(control)) is not None:
         if isinstance(message, StepPlan):
             runner.set_pages(message.pages)
             hidden = runner.run(message.chunks)

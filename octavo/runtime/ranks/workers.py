@@ -11,6 +11,7 @@ import multiprocessing
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -21,7 +22,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from octavo.errors import OctavoError
 from octavo.runtime.config import EngineConfig
-from octavo.runtime.ranks.group import join
+from octavo.runtime.ranks.group import is_broken, join
 
 _LOCALHOST = "127.0.0.1"
 _JOIN_SECONDS = 120.0
@@ -29,8 +30,13 @@ _JOIN_SECONDS = 120.0
 _LAST_WORDS_SECONDS = 5.0
 """Between a broken connection and the word of the rank that broke it."""
 _END_SECONDS = 5.0
-Work = Callable[[EngineConfig, int], None]
-"""What a worker does once it has joined the group: ``work(config, rank)``."""
+_UNGUARDED = (
+    ". Ranks are processes that import the main module again: a script makes its engine under "
+    'if __name__ == "__main__":'
+)
+"""For a worker that ended before it joined."""
+Work = Callable[[EngineConfig, int, dist.ProcessGroup], None]
+"""What a worker does once it has joined: ``work(config, rank, control)``, with the group over which rank 0 speaks."""
 
 
 class RankFailure(OctavoError):
@@ -48,6 +54,7 @@ class Workers:
         if dist.is_initialized():
             raise OctavoError("This process has a process group already: an engine of several ranks needs its own.")
         self.failure: RankFailure | None = None
+        self._joined = False
         self._on_failure: Callable[[RankFailure], None] = lambda failure: None
         self._closing = threading.Event()
         self._lock = threading.Lock()
@@ -71,7 +78,8 @@ class Workers:
         self._monitor.start()
         try:
             self._wait_for_all(store)
-            join(store, 0, config, collective_seconds)
+            self._joined = True
+            self.control = join(store, 0, config, collective_seconds)
         except BaseException:
             self.stop()
             raise
@@ -85,7 +93,9 @@ class Workers:
             call(failure)
 
     def explain(self, error: Exception) -> Exception:
-        """The failure behind a broken collective, or the error itself if no rank has ended."""
+        """The failure behind a broken collective, or the error itself if it is no other rank's."""
+        if not is_broken(error):
+            return error
         end = time.monotonic() + _LAST_WORDS_SECONDS
         while self.failure is None and time.monotonic() < end:
             time.sleep(0.05)
@@ -143,7 +153,7 @@ class Workers:
         code = process.exitcode
         if code is not None and code < 0:
             return f"killed by {signal.Signals(-code).name}"
-        return f"exit code {code}"
+        return f"exit code {code}{_UNGUARDED if not self._joined else ''}"
 
 
 def _main(
@@ -155,11 +165,13 @@ def _main(
     try:
         store = TCPStore(_LOCALHOST, port, config.ranks, is_master=False)
         store.set(f"started-{rank}", "yes")
-        join(store, rank, config, collective_seconds)
-        work(config, rank)
+        control = join(store, rank, config, collective_seconds)
+        work(config, rank, control)
         dist.destroy_process_group()
     except BaseException as error:
-        if isinstance(error, RuntimeError) and "onnection" in str(error):
+        if not isinstance(error, OctavoError):
+            traceback.print_exc()
+        if is_broken(error):
             time.sleep(_LAST_WORDS_SECONDS / 2)  # another rank broke it, and is to be heard first
         pipe.send(f"{type(error).__name__}: {error}")
         pipe.close()
