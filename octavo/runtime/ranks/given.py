@@ -6,10 +6,11 @@ them, and ends all when one fails.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from octavo.runtime.config import EngineConfig
@@ -17,21 +18,29 @@ from octavo.runtime.ranks.group import is_broken, join
 from octavo.runtime.ranks.workers import RankFailure, Work
 
 
-def given_ranks() -> int | None:
-    """How many ranks torchrun has started; None if this process is not one of them."""
-    return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else None
+@dataclass(frozen=True, slots=True)
+class Given:
+    """This process among those that torchrun has started."""
+
+    store: Store
+    rank: int
+    ranks: int
+
+
+def given_ranks() -> Given | None:
+    """None if torchrun has not started this process."""
+    return Given(*next(rendezvous("env://"))) if dist.is_torchelastic_launched() else None
 
 
 class GivenRanks:
     """The other ranks, as far as rank 0 has to do with them."""
 
-    def __init__(self, config: EngineConfig, work: Work, collective_seconds: float) -> None:
+    def __init__(self, config: EngineConfig, work: Work, collective_seconds: float, given: Given) -> None:
         """Joins torchrun's group. On ranks other than 0 it does the work and ends the process."""
         self.failure: RankFailure | None = None
-        store, rank, _ = next(rendezvous("env://"))
-        self.control = join(store, rank, config, collective_seconds)
-        if rank:
-            work(config, rank, self.control)
+        self.control = join(given.store, given.rank, config, collective_seconds)
+        if given.rank:
+            work(config, given.rank, self.control)
             dist.destroy_process_group()
             raise SystemExit(0)
 

@@ -42,11 +42,12 @@ def start_others(config: EngineConfig, work: Work) -> Others | None:
     that torchrun gives hold is checked by each as it loads.
     """
     given = given_ranks()
-    if given is not None and given != config.ranks:
-        raise UsageError(f"--ranks {config.ranks}: torchrun has started {given}; give --ranks {given}")
+    if given is not None and given.ranks != config.ranks:
+        raise UsageError(f"--ranks {config.ranks}: torchrun has started {given.ranks}; give --ranks {given.ranks}")
     if given is None:
         check_ranks(config)
     if config.ranks == 1:
         return None
-    kind = Workers if given is None else GivenRanks
-    return kind(config, work, config.step_deadline)
+    if given is not None:
+        return GivenRanks(config, work, config.step_deadline, given)
+    return Workers(config, work, config.step_deadline)
