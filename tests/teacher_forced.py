@@ -18,7 +18,7 @@ def teacher_forced(config: EngineConfig, ids: Sequence[int], steps: Sequence[int
     """Logits [len(ids), V] F32 on the CPU; ``steps`` are the numbers of tokens that each step computes."""
     assert sum(steps) == len(ids), (steps, len(ids))
     assembly = assemble(config)
-    runner = Runner(assembly, choose_buckets(config.buckets, config.chunk), config.graphs)
+    runner = Runner(assembly, {False: choose_buckets(config.buckets, config.chunk)}, config.graphs)
     runner.set_pages([(0, page, page) for page in range(assembly.capacity.sizes.pages)])
     logits, start = [], 0
     for count in steps:

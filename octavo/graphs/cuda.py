@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 
 from octavo.errors import OctavoError
-from octavo.graphs.features import input_liveness, marked
+from octavo.graphs.features import input_liveness
 
 
 class Recorder:
@@ -57,8 +57,7 @@ class Recorder:
         # Other threads, another engine's among them, may allocate and copy meanwhile.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local", **self._options)
         try:
-            with marked(title):
-                run()
+            run()
         except torch.cuda.OutOfMemoryError:
             _abandon(graph)
             raise

@@ -5,10 +5,7 @@ Probed by presence, not by version: builds differ, and drivers too.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -38,24 +35,6 @@ def input_liveness() -> Feature:
     )
 
 
-def kernel_marks() -> Feature:
-    """``torch.cuda.graph_annotations.mark_kernels``: names for kernels in traces. From torch 2.14 on."""
-    return Feature(
-        "graph_annotations",
-        "kernels of a segment carry its number and layers in traces",
-        importlib.util.find_spec("torch.cuda.graph_annotations") is not None,
-    )
-
-
 def features() -> tuple[Feature, ...]:
     """All of them, as this torch has them."""
-    return input_liveness(), kernel_marks()
-
-
-def marked(title: str) -> AbstractContextManager[object]:
-    """Kernels captured in here are called ``title`` in traces, where torch can do that."""
-    if not kernel_marks().found:
-        return nullcontext()
-    annotations = importlib.import_module("torch.cuda.graph_annotations")
-    mark: AbstractContextManager[object] = annotations.mark_kernels(title)
-    return mark
+    return (input_liveness(),)

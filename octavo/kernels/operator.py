@@ -140,17 +140,21 @@ class Operator(Generic[Parameters, Result]):
         devices: frozenset[str] = EVERYWHERE,
         capturable: bool = True,
         compilable: bool = False,
-        fake: Callable[Parameters, Result] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
         """Decorator: another backend, with the signature of the reference.
 
-        ``capturable`` and ``compilable`` as in :class:`Backend`, on all its devices. ``fake`` is needed where results
-        have another dtype than the reference's.
+        ``capturable`` and ``compilable`` as in :class:`Backend`, on all its devices. ``dtype`` is that of
+        its one result where the reference gives another.
         """
 
+        def fake(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+            result = self._fake(*args, **kwargs)
+            return result if dtype is None else cast(Result, cast(torch.Tensor, result).to(dtype))
+
         def register(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-            self._register(name, name, function, devices, capturable, compilable, like_reference=fake is None)
-            torch.library.register_fake(f"octavo::{self.name}.{name}", fake or self._fake, lib=_LIBRARY)
+            self._register(name, name, function, devices, capturable, compilable, like_reference=dtype is None)
+            torch.library.register_fake(f"octavo::{self.name}.{name}", fake, lib=_LIBRARY)
             return function
 
         return register

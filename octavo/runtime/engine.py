@@ -30,7 +30,7 @@ from octavo.runtime.runner import Runner
 from octavo.runtime.sampler import TokenLogprob
 from octavo.runtime.sampling import SamplingParams
 from octavo.runtime.scheduler import Scheduler
-from octavo.runtime.step_program import choose_buckets
+from octavo.runtime.step_program import ladders
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """Text to continue, token ids, or chat messages (``{"role": "user", "content": "..."}``, ...)."""
@@ -69,7 +69,7 @@ class EngineBase:
         if not isinstance(config, EngineConfig):
             config = EngineConfig(model=None if config is None else Path(config))
         self.config = config
-        buckets = choose_buckets(self.config.buckets, self.config.chunk)
+        buckets = ladders(config.buckets, config.chunk, config.max_requests, config.ranks)
         self._leader: Leader | None = None
         others = start_others(self.config, follow)
         try:
@@ -81,7 +81,7 @@ class EngineBase:
             others.stop(force=True)
             raise cause from error
 
-    def _start(self, buckets: tuple[int, ...], others: Others | None, progress: Progress | None) -> None:
+    def _start(self, buckets: Mapping[bool, tuple[int, ...]], others: Others | None, progress: Progress | None) -> None:
         """Load, get ready, and begin to listen."""
         began = time.perf_counter()
         if self.config.dump_dir is not None:

@@ -86,7 +86,7 @@ def explain_command(
                 context = PassContext(
                     ranks=ranks, sharded=sharded, device=planned.device.type, backends=traced.backends
                 )
-                buckets = _buckets(engine, ranks, sharded)
+                buckets = _buckets(engine)[sharded]
                 programs[sharded] = _compile(traced.body, context, buckets, traced.fake).prepared
             explained = explain(
                 step, programs[sharded], max_requests=engine.max_requests, head_buckets=_head_buckets(engine)
@@ -163,15 +163,11 @@ def _title(engine: EngineConfig, planned: Plan) -> list[str]:
     ]
 
 
-def _buckets(engine: EngineConfig, ranks: int, sharded: bool) -> tuple[int, ...]:
-    """Local row counts of a program."""
-    from octavo.runtime.step_program import choose_buckets, replicated_buckets, sharded_buckets
+def _buckets(engine: EngineConfig) -> dict[bool, tuple[int, ...]]:
+    """Local row counts of the programs of each placement."""
+    from octavo.runtime.step_program import ladders
 
-    if ranks == 1:
-        return choose_buckets(engine.buckets, engine.chunk)
-    if sharded:
-        return sharded_buckets(engine.buckets, engine.chunk, ranks)
-    return replicated_buckets(engine.buckets, engine.chunk, engine.max_requests, ranks)
+    return ladders(engine.buckets, engine.chunk, engine.max_requests, engine.ranks)
 
 
 def _trace(engine: EngineConfig, planned: Plan) -> _Traced:
@@ -209,10 +205,10 @@ def _programs(
     from octavo.passes.base import PassContext
 
     for part in (traced.prelude, traced.body):
-        for sharded in (True, False) if ranks > 1 else (True,):
+        for sharded, buckets in _buckets(engine).items():
             name = part.name if ranks == 1 else f"{part.name}-{'sharded' if sharded else 'replicated'}"
             context = PassContext(ranks=ranks, sharded=sharded, device=traced.device, backends=traced.backends)
-            yield name, part, context, _buckets(engine, ranks, sharded)
+            yield name, part, context, buckets
     context = PassContext(device=traced.device, backends=traced.backends)
     yield traced.epilogue.name, traced.epilogue, context, _head_buckets(engine)
 

@@ -3,50 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TextIO
 
-import torch
 from torch import Tensor
 
-from octavo.graphs.buckets import worst_padding
-from octavo.graphs.cuda import Recorder
-from octavo.graphs.dump import PAGE, REPLAY_LOG, DumpWriter, write_overview, write_page
-from octavo.graphs.facts import facts_of
-from octavo.graphs.footprint import buffer_bytes, peak_bytes
-from octavo.graphs.inductor import compile_regions
-from octavo.graphs.measured import measured_of
+from octavo.graphs.dump import PAGE, REPLAY_LOG, write_page
 from octavo.kernels.collectives import Communicator
 from octavo.model.inputs import Rows, Tokens
-from octavo.model.memory import check_memory
 from octavo.passes.base import PassContext
 from octavo.runtime.assemble import Assembly
 from octavo.runtime.config import GraphMode
-from octavo.runtime.parts import Part, body_part, epilogue_part, prelude_part
+from octavo.runtime.parts import body_part, epilogue_part, prelude_part
 from octavo.runtime.pools import Pools
-from octavo.runtime.step_program import Compiled, NotReplayed, Ran, StepProgram, compile_part, head_buckets
+from octavo.runtime.program_start import Planned, Started, start_programs
+from octavo.runtime.step_program import NotReplayed, Ran, StepProgram, head_buckets
 
 _LOG = logging.getLogger("octavo.graphs")
 _SECONDS_BETWEEN_LOGS = 10.0
-RESERVE = 1.15
-"""Times the peak of an eager step that is kept free: allocators keep more than what is asked of them."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    """A program to be made."""
-
-    name: str
-    part: Part
-    buckets: tuple[int, ...]
-    context: PassContext
 
 
 class Programs:
@@ -56,17 +35,14 @@ class Programs:
         self,
         assembly: Assembly,
         pools: Pools,
-        buckets: tuple[int, ...],
+        buckets: Mapping[bool, tuple[int, ...]],
         mode: GraphMode,
         dump_dir: Path | None = None,
         progress: Callable[[int, int], None] | None = None,
         communicator: Communicator | None = None,
-        replicated: tuple[int, ...] = (),
     ) -> None:
-        """``buckets`` are local row counts of prelude and body; ``dump_dir`` has been claimed.
-
-        With a ``communicator`` prelude and body exist twice: for rows dealt over its ranks, and, with the row counts
-        ``replicated``, for rows that every rank has. ``progress(done, total)`` counts programs.
+        """``buckets`` are local row counts of prelude and body by whether rows are dealt over the ``communicator``'s
+        ranks, see :func:`ladders`; ``dump_dir`` has been claimed. ``progress(done, total)`` counts programs.
         """
         self._communicator = communicator
         self._ranks = communicator.ranks if communicator is not None else 1
@@ -83,150 +59,32 @@ class Programs:
         epilogue = epilogue_part(assembly.model.head, text, dtype, assembly.device)
         context = PassContext(device=assembly.device.type, backends=assembly.backends)
         plan = []
-        for sharded in (True, False) if self._ranks > 1 else (True,):
-            ladder = buckets if sharded else replicated
+        for sharded, ladder in buckets.items():
             placed = dataclasses.replace(context, ranks=self._ranks, sharded=sharded)
             suffix = "" if self._ranks == 1 else "-sharded" if sharded else "-replicated"
-            plan += [_Planned(part.name + suffix, part, ladder, placed) for part in (prelude, body)]
-        plan.append(_Planned(epilogue.name, epilogue, head_buckets(pools.sizes.slots), context))
-        self.timeline: list[tuple[str, float]] = []
-        """Phases of the start and their seconds, over all programs."""
-        self.description = "graphs off"
-        self.plan_hash = ""
-        """Of all programs, equal on ranks that fit together; made where there are several."""
+            for part in (prelude, body):
+                plan.append(Planned(dataclasses.replace(part, name=part.name + suffix), ladder, placed))
+        plan.append(Planned(epilogue, head_buckets(pools.sizes.slots), context))
         if mode == "off" and assembly.numerics != "fast" and self._ranks == 1:
             made = [StepProgram(each.part, each.buckets, mode, None) for each in plan]
+            started = Started(made, "graphs off", [], "")
         else:
-            made = self._start(plan, mode, assembly, dump_dir, progress)
-        *placed_programs, self._epilogue = made
+            started = start_programs(plan, mode, assembly, pools, communicator, dump_dir, progress)
+        self.timeline = started.timeline
+        """Phases of the start and their seconds, over all programs."""
+        self.description = started.description
+        self.plan_hash = started.plan_hash
+        """Of all programs, equal on ranks that fit together; made where there are several."""
+        *placed_programs, self._epilogue = started.programs
         pairs = zip(placed_programs[::2], placed_programs[1::2], strict=True)
-        self._placed = dict(zip((True, False), pairs, strict=False))
+        self._placed = dict(zip(buckets, pairs, strict=True))
         """Prelude and body by whether rows are dealt over ranks."""
-        self.buffer_bytes = sum(program.buffer_bytes for program in made)
-        """Of static memory."""
-        self.captures = {
-            each.name: program.captures for each, program in zip(plan, made, strict=True) if program.captures
-        }
-        """What capturing took, by part; nothing where there are no CUDA graphs."""
-
-    def _start(
-        self,
-        plan: Sequence[_Planned],
-        mode: GraphMode,
-        assembly: Assembly,
-        dump_dir: Path | None,
-        progress: Callable[[int, int], None] | None,
-    ) -> list[StepProgram]:
-        """Compile all parts, make sure that they fit, make their buffers, capture them, and write the dump."""
-        device = assembly.device
-        captured = device.type == "cuda" and mode not in ("off", "eager")
-        total = len(plan) * (1 + assembly.inductor) + sum(len(each.buckets) for each in plan) * captured
-        done = itertools.count()
-
-        def advance() -> None:
-            if progress is not None:
-                progress(next(done), total)
-
-        advance()
-        times = [time.perf_counter()]
-        compiled = []
-        for each in plan:
-            writer = DumpWriter(dump_dir / each.name) if dump_dir is not None else None
-            compiled.append(compile_part(each.part, each.buckets, each.context, writer))
-            advance()
-        times.append(time.perf_counter())
-        if assembly.inductor:
-            for place, done_part in enumerate(compiled):
-                # Steps beyond the largest bucket run the same kernels.
-                prepared = done_part.buckets[-1] * self._ranks
-                chunk = -(-assembly.chunk // self._ranks) * self._ranks
-                largest_rows = prepared if done_part.part.name == "epilogue" else max(prepared, chunk)
-                regions = compile_regions(
-                    done_part.compilation.instructions,
-                    device=device.type,
-                    largest_rows=largest_rows,
-                )
-                compiled[place] = dataclasses.replace(done_part, regions=regions)
-                advance()
-        times.append(time.perf_counter())
-        if mode != "off":
-            self._reserve(compiled, device)
-        made = [StepProgram(each.part, each.buckets, mode, each, self._communicator) for each in compiled]
-        if self._ranks > 1:
-            hashes = [facts_of(each.compilation, each.context, each.buckets)["plan_hash"] for each in compiled]
-            self.plan_hash = ",".join(hashes)
-        times.append(time.perf_counter())
-        if captured:
-            recorder = Recorder(device, debug=mode in ("compare", "poison"))
-            for program in made:
-                program.capture(recorder, advance)
-        times.append(time.perf_counter())
-        buckets = made[0].buckets
-        described = (program.describe(each.name) for each, program in zip(plan, made, strict=True))
-        title = (
-            f"graphs {mode}: {'; '.join(described)}; {len(buckets)} buckets to "
-            f"{buckets[-1]:,} rows, at most {worst_padding(buckets):.0%} padding; "
-            f"{sum(program.buffer_bytes for program in made) / 1e6:.0f} MB of buffers"
-        )
-        self.description = "\n".join(
-            (title, *(f"{each.part.name}: {each.regions.describe()}" for each in compiled if each.regions is not None))
-        )
         if dump_dir is not None:
-            compiler = "inductor" if assembly.inductor else "none"
-            names = [each.name for each in plan]
-            self._dump(dump_dir, [title, f"compile {compiler}, torch {torch.__version__}"], names, compiled, made)
-        times.append(time.perf_counter())
-        exports, passes = sum(each.export_seconds for each in compiled), sum(each.pass_seconds for each in compiled)
-        tracing, compiling, making, capturing, dumping = (end - begin for begin, end in itertools.pairwise(times))
-        self.timeline = [("export", exports), ("passes and proof", passes)]
-        if assembly.inductor:
-            self.timeline.append(("compilation", compiling))
-        self.timeline.append(("buffers", making))
-        if captured:
-            self.timeline.append(("capture", capturing))
-        if dump_dir is not None:  # notes on every pass are taken while compiling
-            self.timeline.append(("dump", tracing - exports - passes + dumping))
-        return made
+            self._log_file = (dump_dir / REPLAY_LOG).open("w", encoding="utf-8", buffering=1)
+        self.buffer_bytes = sum(program.buffer_bytes for program in started.programs)
+        """Of static memory."""
 
-    def _reserve(self, compiled: Sequence[Compiled], device: torch.device) -> None:
-        """Refuse, before buffers are made, what the largest bucket would need more than there is.
-
-        An eager step of that many rows stays possible beside the buffers: debug modes take it.
-        """
-        needed = 0 if device.type == "cuda" else self._pools.bytes  # fresh host pages are counted as free until used
-        needed += sum(buffer_bytes(each.compilation, each.buckets[-1]) for each in compiled)
-        peak = max(peak_bytes(each.compilation, each.buckets[-1]) for each in compiled)
-        check_memory(needed + int(RESERVE * peak), device)
-
-    def _dump(
-        self,
-        directory: Path,
-        title: Sequence[str],
-        names: Sequence[str],
-        compiled: Sequence[Compiled],
-        made: Sequence[StepProgram],
-    ) -> None:
-        reports = {}
-        for name, each, program in zip(names, compiled, made, strict=True):
-            assert each.dump is not None
-            timeline = {"export": each.export_seconds, "passes and proof": each.pass_seconds}
-            if each.regions is not None:
-                timeline["compilation"] = each.regions.seconds
-            if program.captures:
-                timeline["capture"] = sum(capture.seconds for capture in program.captures)
-            reports[name] = each.dump.finish(
-                each.compilation,
-                each.context,
-                each.buckets,
-                each.passes,
-                title,
-                timeline,
-                measured_of(program.captures, each.regions),
-            )
-        write_overview(directory, title, reports)
-        self._log_file = (directory / REPLAY_LOG).open("w", encoding="utf-8", buffering=1)
-
-    def hidden(self, tokens: Tokens, sharded: bool = True) -> Tensor:
+    def hidden(self, tokens: Tokens, sharded: bool) -> Tensor:
         """Prelude and body of a step -> hidden rows [R, D]; the pools move on. Valid until the next step.
 
         With ``sharded`` T is a multiple of the ranks, and R this rank's share; else every rank has all rows.

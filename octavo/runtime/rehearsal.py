@@ -17,7 +17,7 @@ from octavo.runtime.assemble import Assembly, most_rows
 from octavo.runtime.capacity import plan_capacity
 from octavo.runtime.config import EngineConfig
 from octavo.runtime.pools import PoolSizes
-from octavo.runtime.programs import RESERVE
+from octavo.runtime.program_start import RESERVE
 from octavo.runtime.runner import Chunk, Runner
 
 _LOG = logging.getLogger("octavo.engine")
@@ -56,7 +56,7 @@ def step_memory(assembly: Assembly, rows: int) -> int:
 
 def _measured(assembly: Assembly, rows: int) -> int:
     device, pages = assembly.device, assembly.capacity.sizes.pages
-    runner = Runner(assembly, (rows,), "eager")
+    runner = Runner(assembly, {False: (rows,)}, "eager")
     buffers = runner.programs.buffer_bytes
     runner.set_pages([(0, page, page) for page in range(pages)])
     torch.cuda.synchronize(device)

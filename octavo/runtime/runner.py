@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,8 @@ from octavo.runtime.assemble import Assembly
 from octavo.runtime.config import GraphMode
 from octavo.runtime.pools import Pools
 from octavo.runtime.programs import Programs
+
+_NO_BUCKETS: Mapping[bool, tuple[int, ...]] = MappingProxyType({False: ()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +38,11 @@ class Runner:
     def __init__(
         self,
         assembly: Assembly,
-        buckets: tuple[int, ...] = (),
+        buckets: Mapping[bool, tuple[int, ...]] = _NO_BUCKETS,
         graphs: GraphMode = "off",
         dump_dir: Path | None = None,
         progress: Callable[[int, int], None] | None = None,
         communicator: Communicator | None = None,
-        replicated: tuple[int, ...] = (),
     ) -> None:
         """With a ``communicator`` this is one of its ranks; see :class:`Programs` for the arguments."""
         self.assembly = assembly
@@ -49,7 +51,7 @@ class Runner:
         self._communicator = communicator
         text, capacity = assembly.config.text_config, assembly.capacity
         self.pools = Pools(text, capacity.sizes, capacity.storage, assembly.device)
-        self.programs = Programs(assembly, self.pools, buckets, graphs, dump_dir, progress, communicator, replicated)
+        self.programs = Programs(assembly, self.pools, buckets, graphs, dump_dir, progress, communicator)
 
     def set_pages(self, pages: Sequence[tuple[int, int, int]]) -> None:
         """Enter (slot, place in the slot's list, page) into the page table, for the steps that follow."""
@@ -82,7 +84,7 @@ class Runner:
         metadata = metadata.to(device)
         slots, positions, starts = metadata.unbind()
         tokens = Tokens(ids.to(device), slots, positions, starts, positions >= 0, image.to(device))
-        return self.programs.hidden(tokens, self.sharded or ranks == 1)
+        return self.programs.hidden(tokens, self.sharded)
 
     @torch.no_grad()
     def pick(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:

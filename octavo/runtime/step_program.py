@@ -67,20 +67,19 @@ def choose_buckets(text: str, chunk: int) -> tuple[int, ...]:
     return check_buckets(sizes, chunk)
 
 
-def replicated_buckets(text: str, chunk: int, max_requests: int, ranks: int) -> tuple[int, ...]:
-    """Row counts of steps that every rank computes whole: decode steps, and batches of fewer rows than ranks."""
-    top = max(max_requests, ranks - 1)
-    if text in ("default", "dense"):
-        return choose_buckets(text, top)
-    return tuple(size for size in choose_buckets(text, chunk) if size <= top) or (top,)
+def ladders(text: str, chunk: int, max_requests: int, ranks: int) -> dict[bool, tuple[int, ...]]:
+    """Local row counts of the programs that there are, by whether rows are dealt over the ranks.
 
-
-def sharded_buckets(text: str, chunk: int, ranks: int) -> tuple[int, ...]:
-    """Local row counts of steps whose rows are dealt over the ranks: up to a rank's share of a chunk."""
-    top = -(-chunk // ranks)
+    Steps whose rows are dealt reach a rank's share of a chunk; those that every rank computes whole are decode steps
+    and batches of fewer rows than ranks, and with one rank all steps. ``text`` as in :func:`choose_buckets`.
+    """
+    given = choose_buckets(text, chunk)
+    if ranks == 1:
+        return {False: given}
+    tops = {True: -(-chunk // ranks), False: max(max_requests, ranks - 1)}
     if text in ("default", "dense"):
-        return choose_buckets(text, top)
-    return tuple(size for size in choose_buckets(text, chunk) if size <= top) or (top,)
+        return {sharded: choose_buckets(text, top) for sharded, top in tops.items()}
+    return {sharded: tuple(size for size in given if size <= top) or (top,) for sharded, top in tops.items()}
 
 
 def head_buckets(max_requests: int) -> tuple[int, ...]:
@@ -173,12 +172,12 @@ class StepProgram:
     def buffer_bytes(self) -> int:
         return self._program.buffer_bytes if self._program is not None and self.mode != "off" else 0
 
-    def describe(self, name: str) -> str:
-        """Instructions by kind, under this name."""
+    def describe(self) -> str:
+        """Instructions by kind."""
         if self._program is None:
-            return f"{name}: plain calls"
+            return f"{self._part.name}: plain calls"
         kinds = Counter(instruction.kind.value for instruction in self._program.instructions)
-        return f"{name}: {', '.join(counted(count, kind) for kind, count in kinds.items())}"
+        return f"{self._part.name}: {', '.join(counted(count, kind) for kind, count in kinds.items())}"
 
     @torch.no_grad()
     def run(self, inputs: Mapping[str, Any], rows: int) -> tuple[Any, Ran]:

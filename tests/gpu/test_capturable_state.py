@@ -14,10 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import octavo.kernels.torch_backend.attend
-import octavo.kernels.torch_backend.publish
-import octavo.kernels.torch_backend.select
-import octavo.kernels.torch_backend.window  # noqa: F401
 from octavo import kernels
 from tests.kernels.batches import Batch, Request, random_batch
 from tests.kernels.calls import Outcome, assert_same, call

@@ -189,7 +189,7 @@ def test_what_a_start_measured(started: Measured) -> None:
     kinds = [(kind["name"], kind["count"], kind["text"]) for kind in measured["regions"]["kinds"]]
     assert kinds == [(region["name"], region["count"], region["text"]) for region in report["regions"]]
     assert {"rms_norm.reference", "mhc_mix.torch", "linear_f8.torch"} < {name for name, _, _ in kinds}
-    assert {feature["name"] for feature in measured["features"]} == {"check_input_liveness", "graph_annotations"}
+    assert {feature["name"] for feature in measured["features"]} == {"check_input_liveness"}
     assert all(isinstance(feature["found"], bool) and feature["use"] for feature in measured["features"])
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-import octavo.kernels.torch_backend.select  # noqa: F401
 from octavo import kernels
 from octavo.kernels.torch_backend import index_scores
 from tests.conftest import ReportCount

@@ -15,9 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import octavo.kernels.torch_backend.attend
-import octavo.kernels.torch_backend.publish
-import octavo.kernels.torch_backend.window  # noqa: F401
 from octavo import kernels
 from octavo.kernels.operator import Operator
 from octavo.kernels.storage import (

@@ -124,10 +124,10 @@ def test_a_start_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -
         asked.append(needed_bytes)
         raise OctavoError("too much")
 
-    monkeypatch.setattr("octavo.runtime.programs.check_memory", refuse)
+    monkeypatch.setattr("octavo.runtime.program_start.check_memory", refuse)
     for buckets in ((8,), (16,)):
         with pytest.raises(OctavoError, match="too much"):
-            Runner(assembly, buckets, "on")
+            Runner(assembly, {False: buckets}, "on")
     pools = Runner(assembly).pools.bytes
     small, large = (needed - pools for needed in asked)
     assert small > 8 * assembly.config.text_config.hidden_size * 2

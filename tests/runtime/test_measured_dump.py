@@ -15,7 +15,7 @@ from octavo.graphs.dump_diff import compare_dumps
 from octavo.graphs.inductor import CompiledKind, CompiledRegions
 from octavo.graphs.regions import find_regions
 from octavo.passes.lower import Instruction
-from octavo.runtime import programs
+from octavo.runtime import program_start
 from tests.model.mini_run import MINI
 
 PARTS = ("prelude", "body", "epilogue")
@@ -50,7 +50,7 @@ def slower_each_time() -> Callable[..., CompiledRegions]:
 
 
 def test_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(programs, "compile_regions", slower_each_time())
+    monkeypatch.setattr(program_start, "compile_regions", slower_each_time())
     dumps = tmp_path / "first", tmp_path / "second"
     first, second = (start(dump, "inductor") for dump in dumps)
     reports = read_reports(dumps[0])
@@ -91,7 +91,7 @@ def test_regions_serve_steps_beyond_the_largest_bucket(monkeypatch: pytest.Monke
         asked.append(largest_rows)
         return compile_nothing(instructions)
 
-    monkeypatch.setattr(programs, "compile_regions", remember)
+    monkeypatch.setattr(program_start, "compile_regions", remember)
     sizes = {"device": "cpu", "kv_tokens": 256, "max_requests": 2, "chunk": 64}
     with Engine(EngineConfig(model=MINI, numerics="fast", compile="inductor", layers=1, buckets="1,8", **sizes)):  # type: ignore[arg-type]
         pass

@@ -93,7 +93,7 @@ def test_ranks_equal_one_rank(ranks: int, graphs: str, expected: list[Any], repo
 def test_state_is_equal_on_every_rank() -> None:
     """Hidden rows and every byte of the pools, after each step, on each rank: those of one rank."""
     one = config(ranks=1)
-    alone = run_steps(Runner(assemble(one), choose_buckets("default", one.chunk), "on"))
+    alone = run_steps(Runner(assemble(one), {False: choose_buckets("default", one.chunk)}, "on"))
     settings = config()
     workers = Workers(settings, compute_and_compare, 60.0)
     try:

@@ -10,28 +10,7 @@ from octavo.kernels.quantise import round_q8
 from octavo.kernels.torch_backend.dequantise import bf16_rows, bf16_tiles
 
 
-def _fake_experts(
-    x: Tensor,
-    live: Tensor,
-    image: Tensor,
-    gate: Tensor,
-    bias: Tensor,
-    bias_vl: Tensor | None,
-    w1: Tensor,
-    s1: Tensor,
-    w2: Tensor,
-    s2: Tensor,
-    w3: Tensor,
-    s3: Tensor,
-    first_expert: int,
-    top_k: int,
-    route_scale: float,
-    limit: float,
-) -> Tensor:
-    return x.new_empty(x.shape, dtype=torch.float32)
-
-
-@experts.implement("torch", fake=_fake_experts)
+@experts.implement("torch", dtype=torch.float32)
 def _experts(
     x: Tensor,
     live: Tensor,

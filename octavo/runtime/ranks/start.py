@@ -20,7 +20,7 @@ from octavo.runtime.ranks.group import all_ranks
 from octavo.runtime.ranks.messages import Pick, StepPlan, receive
 from octavo.runtime.rehearsal import with_measured_capacity
 from octavo.runtime.runner import Runner
-from octavo.runtime.step_program import replicated_buckets, sharded_buckets
+from octavo.runtime.step_program import ladders
 
 
 def with_common_capacity(assembly: Assembly, config: EngineConfig) -> Assembly:
@@ -57,12 +57,11 @@ def rank_runner(assembly: Assembly, config: EngineConfig, progress: Callable[[in
     communicator = GroupCommunicator()
     runner = Runner(
         assembly,
-        sharded_buckets(config.buckets, config.chunk, config.ranks),
+        ladders(config.buckets, config.chunk, config.max_requests, config.ranks),
         config.graphs,
         config.dump_dir if communicator.rank == 0 else None,
         progress,
         communicator,
-        replicated_buckets(config.buckets, config.chunk, config.max_requests, config.ranks),
     )
     agree({"programs": runner.programs.plan_hash}, all_ranks())
     return runner
