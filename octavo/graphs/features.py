@@ -20,10 +20,6 @@ class Feature:
     """What it is for here."""
     found: bool
 
-    def describe(self) -> str:
-        state = "used" if self.found else f"not in torch {torch.__version__}"
-        return f"{self.name}: {state} ({self.use})"
-
 
 def input_liveness() -> Feature:
     """``capture_begin(check_input_liveness=True)``: a replay of freed inputs is an error. From torch 2.13."""

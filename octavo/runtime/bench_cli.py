@@ -11,7 +11,7 @@ import typer
 from octavo.errors import UsageError
 from octavo.runtime.config import EngineConfig
 from octavo.runtime.options import with_options
-from octavo.runtime.terminal import check_writable, say, start_progress
+from octavo.runtime.terminal import check_writable, say, start_engine, start_progress
 
 bench_app = typer.Typer(invoke_without_command=True)
 
@@ -35,15 +35,9 @@ def bench(
     if json_file is not None:
         check_writable(json_file, "--json")
     from octavo.runtime.bench import Load, describe_environment, measure_engine, measure_scheduler, report_lines
-    from octavo.runtime.engine import Engine
-    from octavo.runtime.rank_plan import describe_plan
 
-    for line in describe_plan(engine):
-        say(line)
-    with start_progress() as progress:
-        running = Engine(engine, progress)
+    running = start_engine(engine)
     with running:
-        say(running.describe())
         report = {
             "environment": describe_environment(running),
             "engine": measure_engine(running, Load(requests, prompt_tokens, answer_tokens)),
@@ -59,13 +53,16 @@ def graphs(
     rows: Annotated[
         str, typer.Option(help="Row counts of the steps, ascending, at most --chunk.")
     ] = "1,16,128,512,2048,8192",
-    repeat: Annotated[int, typer.Option(min=1, help="Runs of which the median is taken, all ways in turn.")] = 20,
+    repeat: Annotated[
+        int,
+        typer.Option(min=1, help="Runs of segments of which the median is taken; whole steps run a fifth as often."),
+    ] = 20,
     json_file: JsonFile = None,
 ) -> None:
     """Measure the body's steps, eager and replayed, with operators as they are and compiled (unless --compile none).
 
-    Also launches, idle time of the GPU inside segments, and what captures and compilation take. --graphs, --buckets and
-    --dump-dir do not apply.
+    Also launches, idle time of the GPU inside segments, and what captures and compilation take. --graphs, --buckets,
+    --dump-dir and --ranks do not apply.
     """
     if json_file is not None:
         check_writable(json_file, "--json")

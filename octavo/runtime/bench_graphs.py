@@ -74,8 +74,8 @@ def measure_graphs(
 ) -> Iterator[dict[str, Any]]:
     """All figures, as ``--json`` writes them, again and again as they become complete; ``rows`` ascend.
 
-    Seconds of segments are medians of ``repeat`` runs, those of steps of a fifth as many, two at least: the experts of
-    large models take their time.
+    Seconds of segments are medians of ``repeat`` runs, those of steps of a fifth as many, two if there are so many: the
+    experts of large models take their time.
     """
     began = time.perf_counter()
     phases: dict[str, float] = {}

@@ -15,7 +15,7 @@ from octavo.runtime.eval_cli import eval_command
 from octavo.runtime.graphs_cli import graphs_app
 from octavo.runtime.options import with_options
 from octavo.runtime.sampling import SamplingParams
-from octavo.runtime.terminal import byte_progress, count_progress, say, start_progress
+from octavo.runtime.terminal import byte_progress, count_progress, say, start_engine
 
 if TYPE_CHECKING:
     from octavo.runtime.request import Answer
@@ -58,16 +58,11 @@ def generate(
     thinking: Thinking = True,
 ) -> None:
     """Answer prompts: one answer is streamed to stdout, several follow each other; a summary of each on stderr."""
-    from octavo.runtime.engine import Engine, Prompt
+    from octavo.runtime.engine import Prompt
     from octavo.runtime.prompt import encode_chat
-    from octavo.runtime.rank_plan import describe_plan
 
-    for line in describe_plan(engine):
-        say(line)
-    with start_progress() as progress:
-        running = Engine(engine, progress)
+    running = start_engine(engine)
     with running:
-        say(running.describe())
         encoded: list[Prompt] = [
             prompt if raw else encode_chat(running.tokenizer, [{"role": "user", "content": prompt}], thinking=thinking)
             for prompt in prompts
@@ -108,16 +103,10 @@ def chat_command(
 ) -> None:
     """Talk with the model: it remembers, /reset forgets, Ctrl-C stops an answer."""
     from octavo.runtime.chat import chat
-    from octavo.runtime.engine import Engine
-    from octavo.runtime.rank_plan import describe_plan
 
-    for line in describe_plan(engine):
-        say(line)
-    with start_progress() as progress:
-        running = Engine(engine, progress)
+    running = start_engine(engine)
     prompt = "> " if sys.stdin.isatty() else ""
     with running:
-        say(running.describe())
         chat(
             running,
             sampling,

@@ -43,7 +43,7 @@ class EngineConfig:
         "device likes. plain: F32 without quantisation, for comparison. auto: fast on CUDA, reference on the CPU.",
         "auto",
     )
-    ranks: int = option("Processes on this host that share every step: rows and experts are dealt over them.", 1)
+    ranks: int = option("Processes that share every step: rows and experts are dealt over them.", 1)
     chunk: int = option("Most rows that one step computes; longer prompts take several steps.", 8192)
     max_requests: int = option("Requests in work at once; more wait.", 256)
     max_model_len: int | None = option("Longest prompt and answer together. Default: what model and room allow.", None)

@@ -243,7 +243,7 @@ def backend_checks() -> list[Check]:
         try:
             detail = probe()
         except RuntimeError as error:
-            ok, detail, remedy = False, _line(error), "install a supported torch, or choose another backend"
+            ok, detail, remedy = False, _line(error), "install a supported torch, or use --numerics reference"
         checks.append(Check(name=f"backend {name}", ok=ok, detail=detail, remedy=remedy, required=required))
     return checks
 

@@ -15,7 +15,7 @@ import typer
 from octavo.errors import OctavoError, UsageError
 from octavo.runtime.config import EngineConfig
 from octavo.runtime.options import option_fields, with_options
-from octavo.runtime.terminal import check_writable, count_progress, say, start_progress
+from octavo.runtime.terminal import check_writable, count_progress, start_engine
 
 if TYPE_CHECKING:
     from octavo.runtime.evaluate import Score, Suite
@@ -129,16 +129,10 @@ def _suites(
 
 
 def _run(config: EngineConfig, suites: list[Suite], thinking: bool) -> list[Score]:
-    from octavo.runtime.engine import Engine
     from octavo.runtime.evaluate import run_suite
-    from octavo.runtime.rank_plan import describe_plan
 
-    for line in describe_plan(config):
-        say(line)
-    with start_progress() as progress:
-        running = Engine(config, progress)
+    running = start_engine(config)
     with running:
-        say(running.describe())
         scores = []
         for suite in suites:
             with count_progress(suite.name) as answered:

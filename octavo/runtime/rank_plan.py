@@ -129,6 +129,7 @@ def check_ranks(config: EngineConfig) -> None:
 
 def fitting_ranks(config: EngineConfig) -> str:
     """A sentence: the smallest number of ranks that fits on devices like rank 0's, or that there is none."""
+    config = dataclasses.replace(config, device=config.device.partition(":")[0])  # each rank has a GPU of its own
     planned = plan_ranks(config)
     experts = len(planned.first.experts) * config.ranks
     counts = [count for count in range(1, min(experts, _MOST_GPUS) + 1) if experts % count == 0]

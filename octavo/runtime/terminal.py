@@ -6,11 +6,16 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import rich.console
 import rich.progress
 
 from octavo.errors import UsageError
+
+if TYPE_CHECKING:
+    from octavo.runtime.config import EngineConfig
+    from octavo.runtime.engine import Engine
 
 _console = rich.console.Console(stderr=True, highlight=False)
 
@@ -54,6 +59,21 @@ def start_progress() -> Iterator[Callable[[str, int, int], None]]:
     with rich.progress.Progress(*columns, console=_console, transient=True, disable=not _console.is_terminal) as bar:
         task = bar.add_task("starting", total=None)
         yield lambda phase, done, total: bar.update(task, description=phase, completed=done, total=total)
+
+
+def start_engine(config: EngineConfig) -> Engine:
+    """The engine of a command: with several ranks first what each will hold, then a bar, then what has been started."""
+    from octavo.runtime.assemble import local_rank
+    from octavo.runtime.engine import Engine
+    from octavo.runtime.rank_plan import describe_plan
+
+    if local_rank(0) == 0:  # of the processes that torchrun starts on a host, one tells
+        for line in describe_plan(config):
+            say(line)
+    with start_progress() as progress:
+        engine = Engine(config, progress)
+    say(engine.describe())
+    return engine
 
 
 @contextmanager

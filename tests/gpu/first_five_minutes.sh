@@ -13,7 +13,7 @@ step() {
 
 step "the machine" "$python" -c 'from octavo.runtime.cli import main; main()' doctor
 step "tests that need no GPU, with this torch" env CUDA_VISIBLE_DEVICES= "$python" -m pytest -q -m 'not gpu' -n 8 \
-    -k 'not soak' tests/kernels tests/model tests/passes tests/graphs
+    tests/kernels tests/model tests/passes tests/graphs tests/runtime
 step "tests on the GPU" "$python" -m pytest -q -m gpu tests/gpu
 step "eager, graphs and Inductor, a small model" "$python" -c 'from octavo.runtime.cli import main; main()' \
     bench graphs --weights random --preset tiny --chunk 512 --rows 1,16,128,512 --repeat 10

@@ -17,8 +17,9 @@ from tests.conftest import ReportCount
 from tests.model.mini_run import MINI, golden, relative
 from tests.teacher_forced import judge_fast, teacher_forced
 
-ACCURACY = {"arithmetic": 0.95, "facts": 0.97, "recall@1k": 0.93}
-"""Least share of right answers of octavo-nano; in ``reference`` it has 98.8 %, 100 % and 98 %."""
+ACCURACY = {"arithmetic": 0.96, "facts": 0.99, "recall@1k": 0.98}
+"""Least share of right answers of octavo-nano among 200: what 98.8 %, 100 % and 99.8 % in ``reference`` on the CPU
+(tools/train_nano/README.md) give by chance alone in all but one of a thousand draws."""
 
 
 def config(**changes: Any) -> EngineConfig:
@@ -49,11 +50,11 @@ def test_goldens_replayed(numerics: str, compiler: str, prompt: str) -> None:
 
 @pytest.mark.parametrize("numerics", ["reference", "fast"])
 def test_chunks_are_the_whole(numerics: str) -> None:
-    """Chunked and decoded as in one step: within the limits of ``fast``, and nearly so in ``reference``."""
-    goldens = golden("prefill", "reference")
-    ids = goldens["p96.input_ids"].tolist()
+    """As computed in one step: to the bit where operators are row-invariant, else within the limits of ``fast``."""
+    ids = golden("prefill", "reference")["p96.input_ids"].tolist()
     mini = config(model=MINI, numerics=numerics, kv_tokens=256, max_requests=2)
-    assert not judge_fast(teacher_forced(mini, ids, [50, 40, 1, 1, 4]), goldens["p96.logits"])
+    chunked, whole = teacher_forced(mini, ids, [50, 40, 1, 1, 4]), teacher_forced(mini, ids, [96])
+    assert chunked.equal(whole) if numerics == "reference" else not judge_fast(chunked, whole)
 
 
 def mixes(count: int) -> list[tuple[list[list[int]], list[SamplingParams]]]:
@@ -92,7 +93,7 @@ def replayed() -> list[Any]:
     return outcome("on")
 
 
-@pytest.mark.parametrize("mode", ["on", "compare", "poison"])
+@pytest.mark.parametrize("mode", ["compare", "poison"])
 def test_modes_agree_on_mixed_batches(mode: GraphMode, replayed: list[Any]) -> None:
     """The same kernels on the same padded buffers: equal to the bit, whatever lies in dead rows; ``compare`` also
     compares every segment's eager run with its replay and raises at the first difference."""
@@ -120,7 +121,7 @@ def test_two_engines_in_one_process(replayed: list[Any]) -> None:
 def test_memory_that_does_not_suffice_is_an_error() -> None:
     free, _ = torch.cuda.mem_get_info()
     hog: Tensor = torch.empty(max(0, free - (3 << 30)), dtype=torch.uint8, device="cuda")
-    with pytest.raises(OctavoError, match="--"):
+    with pytest.raises(OctavoError, match=r"--(chunk|kv-tokens|memory-fraction|layers)"):
         Engine(config(model=None, weights="random", preset="slice", kv_tokens=None))
     del hog
     torch.cuda.empty_cache()

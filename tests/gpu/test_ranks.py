@@ -12,7 +12,14 @@ from octavo.model.packaged import nano_path
 from octavo.runtime.evaluate import generated_suites, run_suite
 from tests.model.mini_run import MINI, golden
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+ACCURACY = 0.93
+"""octavo-nano answers 98.8 % and more; that over 7 of 100 questions are wrong has a chance below 1e-4."""
+
+
+@pytest.fixture(autouse=True)
+def _two_devices() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
 
 
 def config(**changes: Any) -> EngineConfig:
@@ -47,4 +54,4 @@ def test_nano_is_as_accurate() -> None:
         assert "fast numerics" in engine.describe()
         for suite in ("arithmetic", "recall@1k"):
             (questions,) = generated_suites(suite, 100, seed=0)
-            assert run_suite(engine, questions).accuracy >= 0.93, suite
+            assert run_suite(engine, questions).accuracy >= ACCURACY, suite

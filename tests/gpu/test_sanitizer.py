@@ -13,10 +13,10 @@ SANITIZER = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.skipif(SANITIZER is None, reason="compute-sanitizer is not installed: it comes with the CUDA toolkit")
 def test_memcheck() -> None:
     """No access out of bounds, in what is captured and in what is called between."""
-    assert SANITIZER is not None
+    if SANITIZER is None:
+        pytest.skip("compute-sanitizer is not installed: it comes with the CUDA toolkit")
     command = [
         SANITIZER,
         "--tool",

@@ -48,7 +48,7 @@ def _no_sink(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda query, found, sink: function(query, found, torch.full_like(sink, -1e4))
 
 
-def _unlimited(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _wrong_sign(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda gate, up, limit: function(gate, -up, limit)
 
 
@@ -61,7 +61,7 @@ def _no_norm(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     [
         (attend, "_softmax_attention", _no_sink),
         (rope, "turn", _further),
-        (experts, "gated", _unlimited),
+        (experts, "gated", _wrong_sign),
         (publish, "rms", _no_norm),
     ],
     ids=["attend without sink", "rotate one further", "experts with a wrong sign", "publish without norm"],

@@ -9,7 +9,9 @@ import pytest
 
 import octavo.model
 
-FORBIDDEN = frozenset({"rank", "ranks", "cp", "cp_size", "dist", "distributed", "world_size", "communicator"})
+FORBIDDEN = frozenset(
+    {"rank", "ranks", "cp", "cp_size", "dist", "distributed", "world_size", "communicator", "bucket", "process"}
+)
 """As whole names; ``o_lora_rank`` is a width."""
 FILES = sorted(Path(next(iter(octavo.model.__path__))).rglob("*.py"))
 
@@ -21,8 +23,10 @@ def names_in(source: str) -> set[str]:
             found.add(node.id)
         elif isinstance(node, ast.Attribute):
             found.add(node.attr)
-        elif isinstance(node, ast.arg):
-            found.add(node.arg)
+        elif isinstance(node, ast.arg | ast.keyword):
+            found.add(node.arg or "")
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
         elif isinstance(node, ast.Import):
             found |= {part for alias in node.names for part in alias.name.split(".")}
         elif isinstance(node, ast.ImportFrom):
@@ -36,7 +40,15 @@ def test_no_rank_in_the_model(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "source", ["def f(rank): ...", "import torch.distributed as d", "x = self.ranks", "from torch import distributed"]
+    "source",
+    [
+        "def f(rank): ...",
+        "f(rank=3)",
+        "def rank(): ...",
+        "import torch.distributed as d",
+        "x = self.ranks",
+        "from torch import distributed",
+    ],
 )
 def test_it_would_be_found(source: str) -> None:
     assert names_in(source) & FORBIDDEN

@@ -176,7 +176,7 @@ def test_torchrun_gives_the_ranks() -> None:
     both = [*launch, *command, "--ranks", "2"]
     given = subprocess.run(both, capture_output=True, text=True, check=False, env={**os.environ, **ONE})
     assert given.returncode == 0, given.stderr
-    assert given.stdout == alone.stdout
+    assert given.stdout == alone.stdout and given.stderr.count("all ranks together") == 1
 
 
 def members(group: int) -> list[str]:
@@ -262,7 +262,6 @@ def test_an_error_while_loading_is_named() -> None:
     try:
         with pytest.raises(RuntimeError) as broken:
             exchange({}, all_ranks())
-        assert isinstance(broken.value, RuntimeError)
         found = workers.explain(broken.value)
     finally:
         workers.stop()
