@@ -8,13 +8,21 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from octavo.graphs.facts import Facts
+from octavo.graphs.facts import SCHEMA, Facts
 from octavo.graphs.features import features
 from octavo.graphs.inductor import CompiledRegions
 from octavo.graphs.program import BucketCapture
 
-SCHEMA = 1
-"""Of the measured facts; raised when a field changes its meaning or goes away."""
+
+def capture_facts(capture: BucketCapture) -> Facts:
+    """What capturing one bucket took, ready for JSON."""
+    return {
+        "rows": capture.bucket,
+        "segments": capture.segments,
+        "seconds": round(capture.seconds, 4),
+        "pool_bytes": capture.pool_bytes,
+        "graph_bytes": capture.graph_bytes,
+    }
 
 
 def measured_of(captures: Sequence[BucketCapture], regions: CompiledRegions | None) -> Facts:
@@ -37,16 +45,7 @@ def measured_of(captures: Sequence[BucketCapture], regions: CompiledRegions | No
         }
     return {
         "schema": SCHEMA,
-        "captures": [
-            {
-                "rows": capture.bucket,
-                "segments": capture.segments,
-                "seconds": round(capture.seconds, 4),
-                "pool_bytes": capture.pool_bytes,
-                "graph_bytes": capture.graph_bytes,
-            }
-            for capture in captures
-        ],
+        "captures": [capture_facts(capture) for capture in captures],
         "regions": compiled,
         "features": [dataclasses.asdict(feature) for feature in features()],
     }

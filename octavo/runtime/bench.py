@@ -19,7 +19,6 @@ from octavo.errors import UsageError
 from octavo.model.packaged import packaged_file
 from octavo.model.presets import preset
 from octavo.runtime.answer_text import AnswerText
-from octavo.runtime.assemble import choose_device
 from octavo.runtime.core import EngineCore
 from octavo.runtime.engine import Engine
 from octavo.runtime.request import Request
@@ -133,15 +132,14 @@ def _stub_request(number: int, tokenizer: Tokenizer) -> Request:
     )
 
 
-def describe_environment(engine: Engine) -> dict[str, Any]:
-    """Where and with what the numbers were measured."""
-    device = choose_device(engine.config.device)
+def describe_environment(device: torch.device, engine: str) -> dict[str, Any]:
+    """Where and with what the numbers were measured; ``engine`` describes what is loaded."""
     return {
         "octavo": octavo.__version__,
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
-        "engine": engine.describe(),
+        "engine": engine,
     }
 
 

@@ -34,12 +34,13 @@ def bench(
         return
     if json_file is not None:
         check_writable(json_file, "--json")
+    from octavo.runtime.assemble import choose_device
     from octavo.runtime.bench import Load, describe_environment, measure_engine, measure_scheduler, report_lines
 
     running = start_engine(engine)
     with running:
         report = {
-            "environment": describe_environment(running),
+            "environment": describe_environment(choose_device(running.config.device), running.describe()),
             "engine": measure_engine(running, Load(requests, prompt_tokens, answer_tokens)),
             "scheduler": [measure_scheduler(count) for count in (1, 64, 256)],
         }

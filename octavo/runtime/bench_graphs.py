@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import platform
 import statistics
 import time
 from collections import Counter
@@ -18,13 +17,14 @@ from typing import Any
 
 import torch
 
-import octavo
 from octavo.errors import UsageError
 from octavo.graphs.buckets import check_buckets
+from octavo.graphs.measured import capture_facts
 from octavo.graphs.program import Program
 from octavo.graphs.tables import counted, size, table
 from octavo.passes.breaks import PieceKind
-from octavo.runtime.assemble import Assembly, Progress, assemble, plan
+from octavo.runtime.assemble import Progress, assemble, plan
+from octavo.runtime.bench import describe_environment
 from octavo.runtime.bench_bodies import Bodies, Step, Variant
 from octavo.runtime.bench_trace import Recorded, idle_share, record
 from octavo.runtime.config import EngineConfig
@@ -93,7 +93,7 @@ def measure_graphs(
         captures = _capture(bodies, progress)
         ended("capture")
         report: dict[str, Any] = {
-            "environment": _environment(assembly, config),
+            "environment": describe_environment(device, assembly.describe(config)),
             "repeat": repeat,
             "phase_seconds": phases,
             "program": _program_entry(bodies),
@@ -128,7 +128,7 @@ def _capture(bodies: Bodies, progress: Progress) -> dict[str, Any]:
             "graph_bytes": sum(capture.graph_bytes for capture in captures),
             "eager_peak_bytes": peaks[name],
             "pool_share_of_eager_peak": pool_bytes / peaks[name],
-            "buckets": [dataclasses.asdict(capture) for capture in captures],
+            "buckets": [capture_facts(capture) for capture in captures],
         }
     return found
 
@@ -269,17 +269,6 @@ def _compile_entry(bodies: Bodies) -> dict[str, Any] | None:
     }
 
 
-def _environment(assembly: Assembly, config: EngineConfig) -> dict[str, Any]:
-    device = assembly.device
-    return {
-        "octavo": octavo.__version__,
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
-        "engine": assembly.describe(config),
-    }
-
-
 def report_lines(report: dict[str, Any]) -> list[str]:
     """The report as text: a line for every row count, then what captures and compilation took."""
     program, found = report["program"], report["compile"]
@@ -334,7 +323,7 @@ def _capture_lines(name: str, capture: dict[str, Any]) -> list[str]:
     ]
     for bucket in capture["buckets"]:
         lines.append(
-            f"  {bucket['bucket']:,} rows: {bucket['segments']} segments in {bucket['seconds']:.2f} s, "
+            f"  {bucket['rows']:,} rows: {bucket['segments']} segments in {bucket['seconds']:.2f} s, "
             f"graphs {size(bucket['graph_bytes'])}, pool {size(bucket['pool_bytes'])}"
         )
     return lines

@@ -1,4 +1,4 @@
-"""Figures for docs/performance.md: prefill and decoding of random models, and what replay on static buffers costs.
+"""Prefill and decoding of random models, and what replay costs, in the numerics that the device has by default.
 
     python -m tests.gpu.measure [--device cpu|cuda]
 
@@ -24,7 +24,6 @@ CASES: dict[str, list[tuple[str, GraphMode, Load]]] = {
         ("slice", "off", Load(4, 512, 16)),
     ],
 }
-"""In the numerics that the device has by default."""
 
 
 def main(device: str) -> None:

@@ -177,7 +177,7 @@ def table_rows(page: str, heading: str) -> list[list[str]]:
 
 def test_what_a_start_measured(started: Measured) -> None:
     _, report, measured = started
-    assert list(measured) == ["schema", "captures", "regions", "features"] and measured["schema"] == 1
+    assert list(measured) == ["schema", "captures", "regions", "features"] and measured["schema"] == 2
     assert [capture["rows"] for capture in measured["captures"]] == [b["rows"] for b in report["buckets"]][::-1]
     assert measured["captures"][0] == {
         "rows": TOP,
