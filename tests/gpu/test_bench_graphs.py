@@ -48,6 +48,6 @@ def test_every_figure_is_measured(tmp_path: Path) -> None:
         compiled = entry["launches"]["segments"]
         assert compiled["inductor"]["eager"] < compiled["plain"]["eager"]
     for capture in report["capture"].values():
-        assert [bucket["bucket"] for bucket in capture["buckets"]] == [16, 1], "the largest first"
+        assert [bucket["rows"] for bucket in capture["buckets"]] == [16, 1], "the largest first"
         assert capture["seconds"] > 0 and capture["eager_peak_bytes"] > 0 and capture["pool_bytes"] > 0
     assert report["compile"]["kinds"]

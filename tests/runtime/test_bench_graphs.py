@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -15,6 +14,7 @@ import typer.main
 
 from octavo.errors import UsageError
 from octavo.graphs.inductor import CompiledKind, CompiledRegions
+from octavo.graphs.measured import capture_facts
 from octavo.graphs.program import BucketCapture
 from octavo.kernels.experts import experts
 from octavo.passes.base import operator_of
@@ -124,6 +124,7 @@ def test_compiled_variant(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
         (("--numerics", "reference", "--compile", "inductor"), "Inductor's exp, log1p and mean differ"),
         (("--graphs", "off"), "--graphs does not apply"),
         (("--dump-dir", "here"), "--dump-dir does not apply"),
+        (("--ranks", "2"), "--ranks does not apply"),
         (("--buckets", "1,8"), "--buckets does not apply"),
     ],
 )
@@ -274,7 +275,7 @@ def test_text_of_a_report_from_a_gpu() -> None:
                 "graph_bytes": 40_000,
                 "eager_peak_bytes": 4_000_000,
                 "pool_share_of_eager_peak": 0.75,
-                "buckets": [dataclasses.asdict(capture)],
+                "buckets": [capture_facts(capture)],
             },
         },
         "compile": None,
