@@ -1,7 +1,8 @@
-"""``octavo bench``: how fast an engine is, and what graphs and compilation do for the body of a model."""
+"""``octavo bench``: how fast an engine is, what graphs and compilation do for it, and how a server bears load."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +12,7 @@ import typer
 from octavo.errors import UsageError
 from octavo.runtime.config import EngineConfig
 from octavo.runtime.options import with_options
-from octavo.runtime.terminal import check_writable, say, start_engine, start_progress
+from octavo.runtime.terminal import check_writable, count_progress, say, start_engine, start_progress
 
 bench_app = typer.Typer(invoke_without_command=True)
 
@@ -78,6 +79,127 @@ def graphs(
     say(report["environment"]["engine"])
     for line in report_lines(report):
         typer.echo(line)
+
+
+@bench_app.command("kernels")
+def kernels(
+    operators: Annotated[
+        str | None, typer.Option(help="Operators, separated by commas. Default: all that have cases.")
+    ] = None,
+    repeat: Annotated[int, typer.Option(min=1, help="Runs of which the median is taken.")] = 20,
+    json_file: JsonFile = None,
+) -> None:
+    """Measure operators on their own, on one GPU at the released model's widths: time, share of the floor, baselines.
+
+    Also which kernels ran. The floor is that of an H200: bytes / 4.8 TB/s or operations / the datasheet's peak.
+    """
+    if json_file is not None:
+        check_writable(json_file, "--json")
+    from octavo.runtime.bench_kernels.report import measure_kernels, report_lines
+
+    entries: list[dict[str, Any]] = []
+    with start_progress() as progress:
+        for entry in measure_kernels(operators, repeat, progress):
+            entries.append(entry)
+            if json_file is not None:  # a long measurement that is interrupted leaves what it has
+                json_file.write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
+    for line in report_lines(entries):
+        typer.echo(line)
+
+
+@bench_app.command("ranks")
+@with_options
+def ranks(
+    engine: EngineConfig,
+    cp: Annotated[str, typer.Option(help="Numbers of ranks, ascending.")] = "1,2,4,8",
+    prompts: Annotated[str, typer.Option(help="Prompt lengths in tokens, ascending.")] = "8192,32768,131072",
+    repeat: Annotated[int, typer.Option(min=1, help="Steps of which the median is taken.")] = 3,
+    json_file: JsonFile = None,
+) -> None:
+    """Measure one rank's share of a prefill at several numbers of ranks, with copies in place of collectives.
+
+    That bounds how far a prefill can scale. --ranks, --buckets, --max-requests and --dump-dir do not apply.
+    """
+    if json_file is not None:
+        check_writable(json_file, "--json")
+    from octavo.runtime.bench_ranks import counts_of, measure_ranks, report_lines
+
+    counts, lengths = counts_of(cp, "--cp"), counts_of(prompts, "--prompts")
+    report: dict[str, Any] = {}
+    with start_progress() as progress:
+        for report in measure_ranks(engine, counts, lengths, repeat, progress):
+            if json_file is not None:  # a long measurement that is interrupted leaves what it has
+                json_file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    say(report["environment"]["engine"])
+    for line in report_lines(report):
+        typer.echo(line)
+
+
+@bench_app.command("serve")
+def serve(
+    url: Annotated[str, typer.Argument(metavar="URL", help="Where the server listens.")] = "http://127.0.0.1:8000",
+    requests: Annotated[int, typer.Option(min=1, help="Requests in all.")] = 64,
+    rate: Annotated[
+        float | None, typer.Option(min=0.001, help="Requests a second, arriving by chance (Poisson).")
+    ] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Requests in work at a time, instead of --rate. Default: 8.")
+    ] = None,
+    prompt_tokens: Annotated[
+        str, typer.Option(help="Tokens of a prompt: N, A-B (uniform) or ~N (exponential).")
+    ] = "128",
+    answer_tokens: Annotated[str, typer.Option(help="Tokens of an answer, in the same form.")] = "32",
+    first_token_bound: Annotated[
+        float | None,
+        typer.Option(min=0, help="Milliseconds to the first token; goodput counts requests within bounds."),
+    ] = None,
+    inter_token_bound: Annotated[
+        float | None, typer.Option(min=0, help="Milliseconds from one token to the next, mean over a request.")
+    ] = None,
+    latency_bound: Annotated[float | None, typer.Option(min=0, help="Milliseconds to the end of an answer.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Name of the model. Default: the first that the server has.")
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(help="Key to send.")] = None,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that a request may take.")] = 600.0,
+    seed: Annotated[int, typer.Option(help="Of lengths, prompts and arrivals.")] = 0,
+    json_file: JsonFile = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw the latencies to this SVG file.")] = None,
+) -> None:
+    """Send a running server streamed completions, and measure what their clients see.
+
+    Any server with OpenAI's /v1/completions that takes token ids and ignore_eos can be measured.
+    """
+    for file, option in ((json_file, "--json"), (plot, "--plot")):
+        if file is not None:
+            check_writable(file, option)
+    from octavo.runtime.bench_serve import Bounds, Lengths, Load, measure_server, report_lines, summarise
+    from octavo.runtime.bench_serve_plot import plot_svg
+
+    load = Load(
+        requests=requests,
+        rate=rate,
+        concurrency=8 if rate is None and concurrency is None else concurrency,
+        prompt_tokens=Lengths(prompt_tokens),
+        answer_tokens=Lengths(answer_tokens),
+        seed=seed,
+        timeout=timeout,
+    )
+    bounds = Bounds(
+        first_token=_seconds(first_token_bound),
+        inter_token=_seconds(inter_token_bound),
+        latency=_seconds(latency_bound),
+    )
+    with count_progress("answered") as answered:
+        calls = asyncio.run(measure_server(url, api_key, load, answered, model))
+    report = summarise(url, load, bounds, calls)
+    if plot is not None:
+        plot.write_text(plot_svg(report), encoding="utf-8")
+    _write(report, report_lines(report), json_file)
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3
 
 
 def _refuse_options(context: typer.Context, command: str) -> None:

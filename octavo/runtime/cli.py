@@ -15,6 +15,7 @@ from octavo.runtime.eval_cli import eval_command
 from octavo.runtime.graphs_cli import graphs_app
 from octavo.runtime.options import with_options
 from octavo.runtime.sampling import SamplingParams
+from octavo.runtime.serve_cli import serve_command
 from octavo.runtime.terminal import byte_progress, count_progress, say, start_engine
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(graphs_app, name="graphs")
 app.add_typer(bench_app, name="bench")
 app.command("eval")(eval_command)
+app.command("serve")(serve_command)
 
 Thinking = Annotated[bool, typer.Option(help="Let the model reason before it answers a chat message.")]
 

@@ -67,7 +67,6 @@ def explain_command(
 ) -> None:
     """Say what a batch would do and why: local rows, bucket, padding; the body's breaks and bytes between ranks."""
     from octavo.graphs.explain import Batch, explain, placement_of
-    from octavo.passes.base import PassContext
 
     batches = [Batch(count, requests) for count in _row_counts(rows)]
     for batch in batches:
@@ -83,9 +82,7 @@ def explain_command(
         for step in dict.fromkeys(steps):
             sharded = placement_of(step, ranks).sharded
             if sharded not in programs:
-                context = PassContext(
-                    ranks=ranks, sharded=sharded, device=planned.device.type, backends=traced.backends
-                )
+                context = dataclasses.replace(traced.context, ranks=ranks, sharded=sharded)
                 buckets = _buckets(engine)[sharded]
                 programs[sharded] = _compile(traced.body, context, buckets, traced.fake).prepared
             explained = explain(
@@ -118,8 +115,8 @@ class _Traced:
     body: Part
     epilogue: Part
     fake: FakeTensorMode
-    device: str
-    backends: dict[str, str]
+    context: PassContext
+    """Of one rank."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -152,7 +149,7 @@ def _plan(engine: EngineConfig) -> Plan:
 def _title(engine: EngineConfig, planned: Plan) -> list[str]:
     import torch
 
-    from octavo.runtime.assemble import model_name
+    from octavo.runtime.model_source import model_name
 
     text = planned.config.text_config
     return [
@@ -178,14 +175,16 @@ def _trace(engine: EngineConfig, planned: Plan) -> _Traced:
     from octavo.model.model import empty_model
     from octavo.model.prelude import Prelude, empty_tables
     from octavo.model.token_classes import pad_class, token_map
-    from octavo.runtime.assemble import activation_dtype, tokenizer_of
+    from octavo.passes.base import PassContext
+    from octavo.runtime.assemble import activation_dtype
+    from octavo.runtime.model_source import tokenizer_of
     from octavo.runtime.parts import body_part, epilogue_part, prelude_part
     from octavo.runtime.pools import Pools
 
     text, capacity, device = planned.config.text_config, planned.capacity, planned.device
     dtype = activation_dtype(planned.numerics)
     pad = pad_class(token_map(tokenizer_of(engine, planned.config).backend, text), text)
-    tables_device = torch.device("cpu") if planned.checkpoint is not None else device
+    tables_device = device if planned.engram == "device" else torch.device("cpu")
     fake = FakeTensorMode()
     with fake:
         model = empty_model(planned.config, device, planned.experts)
@@ -195,22 +194,24 @@ def _trace(engine: EngineConfig, planned: Plan) -> _Traced:
         prelude = prelude_part(Prelude(model.embed, tables, classes, pad, dtype), pools)
         body = body_part(model.body, text, pools, dtype)
         epilogue = epilogue_part(model.head, text, dtype, device)
-    return _Traced(prelude, body, epilogue, fake, device.type, choose_backends(planned.numerics, device.type))
+    context = PassContext(
+        device=device.type,
+        backends=choose_backends(planned.numerics, device.type, text),
+        replicated_experts=engine.expert_placement == "replicated",
+    )
+    return _Traced(prelude, body, epilogue, fake, context)
 
 
 def _programs(
     engine: EngineConfig, traced: _Traced, ranks: int
 ) -> Iterator[tuple[str, Part, PassContext, tuple[int, ...]]]:
     """(directory, part, context, buckets) of every program. The head runs on the first rank alone."""
-    from octavo.passes.base import PassContext
-
     for part in (traced.prelude, traced.body):
         for sharded, buckets in _buckets(engine).items():
             name = part.name if ranks == 1 else f"{part.name}-{'sharded' if sharded else 'replicated'}"
-            context = PassContext(ranks=ranks, sharded=sharded, device=traced.device, backends=traced.backends)
+            context = dataclasses.replace(traced.context, ranks=ranks, sharded=sharded)
             yield name, part, context, buckets
-    context = PassContext(device=traced.device, backends=traced.backends)
-    yield traced.epilogue.name, traced.epilogue, context, _head_buckets(engine)
+    yield traced.epilogue.name, traced.epilogue, traced.context, _head_buckets(engine)
 
 
 def _head_buckets(engine: EngineConfig) -> tuple[int, ...]:

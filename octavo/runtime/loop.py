@@ -29,9 +29,11 @@ class EngineFailure(OctavoError):
 class EngineLoop:
     """Runs a core in a thread of its own until :meth:`close`, a failing step, or a step beyond its deadline."""
 
-    def __init__(self, core: EngineCore, step_deadline: float) -> None:
-        """``step_deadline``: seconds after which a step counts as hung and the engine ends."""
+    def __init__(self, core: EngineCore, step_deadline: float, waits_for: Callable[[], str] = str) -> None:
+        """``step_deadline``: seconds after which a step counts as hung and the engine ends; ``waits_for`` tells then
+        what it may be waiting for, if that can be seen."""
         self._core = core
+        self._waits_for = waits_for
         self._step_deadline = step_deadline
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -87,6 +89,11 @@ class EngineLoop:
         while not wait([answer], timeout=0.1).done:
             self._check_failure()
         return answer.result()
+
+    def wait(self) -> EngineFailure | None:
+        """Block until the engine has ended -> what it ended of, None if it was closed."""
+        self._over.wait()
+        return self._failure
 
     def close(self) -> None:
         """Abort what is left and end the thread. Nothing happens the second time."""
@@ -155,7 +162,7 @@ class EngineLoop:
     def _hang(self) -> EngineFailure:
         return EngineFailure(
             f"The engine hangs while {self._core.doing}: the step has taken more than {self._step_deadline:g} s. "
-            "Raise --step-deadline if it is only slow, else restart."
+            f"{self._waits_for()}Raise --step-deadline if it is only slow, else restart."
         )
 
     def fail(self, failure: EngineFailure) -> None:

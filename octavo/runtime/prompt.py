@@ -21,6 +21,7 @@ Effort = Literal["low", "high", "max"]
 
 # The package's own spelling of the image placeholder is not the published tokenizer's.
 _SPELLINGS = recipe.SpecialTokens(image=IMAGE)
+_ENCODING = recipe.DeepseekV41Encoding().with_special_tokens(_SPELLINGS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,19 +45,26 @@ def encode_request(tokenizer: Tokenizer, request: Mapping[str, Any]) -> ChatProm
     """
     try:
         body = recipe.ChatCompletionRequest(dict(request))
-        options = recipe.ConversionOptions().with_special_tokens(_SPELLINGS)
-        converted = body.convert(
-            options.with_model_versions_by_name({body.model: recipe.ModelVersion.DeepseekV41Flash})
-        )
+        converted = body.convert(conversion_options(body.model))
     except (recipe.ConversionError, ValueError, TypeError) as error:
         raise UsageError(f"The chat request is not valid: {error}") from error
-    encoding = recipe.DeepseekV41Encoding().with_special_tokens(_SPELLINGS)
-    rendered = encoding.render_conversation(converted.conversation)
+    return encode_converted(tokenizer, converted)
+
+
+def conversion_options(model: str) -> recipe.ConversionOptions:
+    """How requests for ``model``, whatever its name is, are converted: as the released model's."""
+    options = recipe.ConversionOptions().with_special_tokens(_SPELLINGS)
+    return options.with_model_versions_by_name({model: recipe.ModelVersion.DeepseekV41Flash})
+
+
+def encode_converted(tokenizer: Tokenizer, request: recipe.ConversationRequest) -> ChatPrompt:
+    """Encode a converted request of any protocol. Raises :class:`OctavoError` if the tokenizer lacks a token."""
+    rendered = _ENCODING.render_conversation(request.conversation)
     return ChatPrompt(
         text=rendered.prompt,
         ids=_encode(tokenizer, rendered),
         image_sources=rendered.image_sources,
-        request=converted,
+        request=request,
     )
 
 

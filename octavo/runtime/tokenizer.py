@@ -76,7 +76,8 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise UsageError(f"The text is not valid Unicode: {error}. Remove or replace lone surrogates.") from error
-        return self._plain.encode(text, add_special_tokens=False).ids
+        # As a batch, because that lets other threads run meanwhile.
+        return self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def special_id(self, content: str) -> int:
         """The id of an added token by its exact text. Raises :class:`OctavoError` if there is no such token."""

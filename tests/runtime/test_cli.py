@@ -154,11 +154,19 @@ ENGINE = {
     *("--model", "--weights", "--preset", "--layers", "--experts", "--weights-seed", "--device", "--numerics"),
     *("--chunk", "--max-requests", "--max-model-len", "--kv-tokens", "--memory-fraction", "--kv-storage"),
     *("--step-deadline", "--ranks", "--graphs", "--buckets", "--dump-dir", "--compile"),
+    *("--engram", "--expert-placement", "--collectives"),
 }
 SAMPLING = {
     *("--max-tokens", "--min-tokens", "--temperature", "--top-k", "--top-p", "--min-p", "--seed", "--n", "--timeout"),
     *("--presence-penalty", "--frequency-penalty", "--repetition-penalty"),
     *("--stop", "--stop-token-ids", "--ignore-eos"),
+}
+
+
+SERVER = {
+    *("--host", "--port", "--api-key", "--api-key-file", "--served-model-name", "--max-queue", "--max-body-bytes"),
+    *("--max-header-bytes", "--max-schema-bytes", "--max-n", "--default-max-tokens", "--request-timeout"),
+    *("--heartbeat-seconds", "--drain-seconds", "--log-prompts"),
 }
 
 
@@ -168,8 +176,13 @@ def test_options_are_frozen() -> None:
     assert options("chat") == ENGINE | SAMPLING | {"--system", "--thinking"}
     assert options("bench") == ENGINE | {"--requests", "--prompt-tokens", "--answer-tokens", "--json"}
     assert options("bench", "graphs") == ENGINE | {"--rows", "--repeat", "--json"}
+    assert options("bench", "ranks") == ENGINE | {"--cp", "--prompts", "--repeat", "--json"}
+    bounds = {"--first-token-bound", "--inter-token-bound", "--latency-bound"}
+    load = {"--requests", "--rate", "--concurrency", "--prompt-tokens", "--answer-tokens", "--seed", "--timeout"}
+    assert options("bench", "serve") == load | bounds | {"--model", "--api-key", "--json", "--plot"}
     grading = {"--suite", "--items", "--seed", "--thinking", "--max-tokens", "--instruction", "--json", "--compare"}
     assert options("eval") == ENGINE | grading
+    assert options("serve") == ENGINE | SERVER
     assert options("doctor") == ENGINE
     assert options("graphs", "dump") == ENGINE | {"--out"}
     assert options("graphs", "explain") == ENGINE | {"--rows", "--requests"}
