@@ -5,6 +5,10 @@ Those that move rows between ranks (``collectives``) are inserted by the compile
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
+import torch
+
 from octavo.kernels import torch_backend
 from octavo.kernels.attend import attend, commit_window
 from octavo.kernels.embed import embed_tokens
@@ -47,3 +51,6 @@ __all__ = [
     "torch_backend",
     "window_latent",
 ]
+
+if find_spec("triton") is not None and torch.cuda.is_available():
+    from octavo.kernels import triton_backend as triton_backend

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import Literal
 
-from octavo.kernels.operator import OPERATORS
+from octavo.kernels.operator import OPERATORS, ModelWidths
+
+_LOG = logging.getLogger("octavo.kernels")
 
 Numerics = Literal["reference", "fast", "plain"]
 """The named modes of design section 8. ``reference`` and ``plain`` differ in the dtype of activations alone."""
@@ -13,22 +16,28 @@ Numerics = Literal["reference", "fast", "plain"]
 _PREFERENCE: dict[Numerics, tuple[str, ...]] = {
     "reference": ("reference",),
     "plain": ("reference",),
-    "fast": ("torch", "reference"),
+    "fast": ("triton", "torch", "reference"),
 }
 """Backends from the best on. An operator that sums nothing has its reference alone, which is right in every mode."""
 
 
-def choose_backends(numerics: Numerics, device: str) -> dict[str, str]:
+def choose_backends(numerics: Numerics, device: str, widths: ModelWidths | None = None) -> dict[str, str]:
     """Backend name of every operator: the first preferred one that the operator has on this kind of device.
 
-    Collectives are carried out by a communicator and have none.
+    A backend that refuses a model of these ``widths`` is passed over, and the log says why. Collectives are carried out
+    by a communicator and have none.
     """
     chosen = {}
     for name, known in OPERATORS.items():
         if known.contract.collective:
             continue
         able = [b for b in _PREFERENCE[numerics] if b in known.backends and device in known.backends[b].devices]
-        chosen[name] = able[0]
+        for backend in able:
+            reason = None if widths is None else known.backends[backend].refuses(widths)
+            if reason is None:
+                chosen[name] = backend
+                break
+            _LOG.warning("%s: backend %s refuses this model: %s", name, backend, reason)
     return chosen
 
 

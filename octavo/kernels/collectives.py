@@ -7,6 +7,7 @@ Rows are dealt in turn: global row g lives on rank g % ranks at local row g // r
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -15,11 +16,21 @@ from torch import Tensor
 from octavo.kernels.operator import DeadRows, Gives, Need, Returns, operator
 
 
+@dataclass(frozen=True, slots=True)
+class Capturable:
+    """Whether a communicator's collectives may stand inside a captured graph, and why."""
+
+    value: bool
+    reason: str
+
+
 class Communicator(Protocol):
     """One rank's end of a group of ranks."""
 
     rank: int
     ranks: int
+    capturable: Capturable
+    """The same on all ranks."""
 
     def shard(self, values: list[Tensor]) -> list[Tensor]:
         """Each [ranks * r, ...] in global order, the same on all ranks -> this rank's [r, ...]; nothing is sent."""

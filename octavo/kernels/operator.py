@@ -13,10 +13,11 @@ Activations decide the numeric mode (design section 8): BF16 activations round a
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Generic, ParamSpec, TypeVar, cast
+from typing import Generic, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 
@@ -78,7 +79,52 @@ class Contract:
     before_write: frozenset[str] = frozenset()
     """Pools that it reads as they were before this step; every other pool it reads after they were written."""
     collective: bool = False
-    """It moves rows between ranks: an instruction of its own, carried out by a communicator."""
+    """It moves rows between ranks, carried out by a communicator."""
+
+    @property
+    def partial(self) -> bool:
+        """Whether a rank computes its part of a sum, with its part of the weights."""
+        return any(result.gives is Gives.PARTIAL for result in self.results)
+
+    def complete(self) -> Contract:
+        """The same where every rank holds the weights of all. What a partial sum needs every row for is that each rank
+        has other weights; with all of them, row i of the result depends on row i alone."""
+        if not self.partial:
+            return self
+        arguments = {name: Need.ROWS if need is Need.EVERY else need for name, need in self.arguments.items()}
+        results = tuple(Returns(Gives.ROWS, result.dead) for result in self.results)
+        return dataclasses.replace(self, arguments=arguments, results=results)
+
+
+class ModelWidths(Protocol):
+    """Widths of a model, by the names of its official configuration: what a backend may find too narrow or too wide."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def moe_intermediate_size(self) -> int: ...
+    @property
+    def num_experts_per_tok(self) -> int: ...
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def sliding_window(self) -> int: ...
+    @property
+    def index_n_heads(self) -> int: ...
+    @property
+    def index_head_dim(self) -> int: ...
+    @property
+    def index_topk(self) -> int: ...
+    @property
+    def candidate_topk_blocks(self) -> int: ...
+    @property
+    def candidate_block_size(self) -> int: ...
+
+
+Refusal = Callable[[ModelWidths], str | None]
+"""Why a backend cannot compute a model: what is wrong and what is allowed. None if it can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +142,8 @@ class Backend:
     where they are stored, whatever is fused before."""
     like_reference: bool
     """Shapes and dtypes of its results are the reference's."""
+    refuses: Refusal
+    """Asked when backends are chosen."""
 
 
 class Operator(Generic[Parameters, Result]):
@@ -141,10 +189,11 @@ class Operator(Generic[Parameters, Result]):
         capturable: bool = True,
         compilable: bool = False,
         dtype: torch.dtype | None = None,
+        refuses: Refusal = lambda widths: None,
     ) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
         """Decorator: another backend, with the signature of the reference.
 
-        ``capturable`` and ``compilable`` as in :class:`Backend`, on all its devices. ``dtype`` is that of
+        ``capturable``, ``compilable`` and ``refuses`` as in :class:`Backend`, on all its devices. ``dtype`` is that of
         its one result where the reference gives another.
         """
 
@@ -153,7 +202,7 @@ class Operator(Generic[Parameters, Result]):
             return result if dtype is None else cast(Result, cast(torch.Tensor, result).to(dtype))
 
         def register(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-            self._register(name, name, function, devices, capturable, compilable, like_reference=dtype is None)
+            self._register(name, name, function, devices, capturable, compilable, dtype is None, refuses)
             torch.library.register_fake(f"octavo::{self.name}.{name}", fake, lib=_LIBRARY)
             return function
 
@@ -168,6 +217,7 @@ class Operator(Generic[Parameters, Result]):
         capturable: bool,
         compilable: bool,
         like_reference: bool,
+        refuses: Refusal = lambda widths: None,
     ) -> None:
         """An overload of the operator that calls the function. Its schema is read from the function's annotations."""
         schema = torch.library.infer_schema(function, mutates_args=sorted(self.mutates))
@@ -178,8 +228,9 @@ class Operator(Generic[Parameters, Result]):
         _LIBRARY.define(full + schema, tags=(torch.Tag.pt2_compliant_tag,))
         _LIBRARY.impl(full, function, "CompositeExplicitAutograd")
         registered: torch._ops.OpOverload = getattr(getattr(torch.ops.octavo, self.name), overload)
+        capturable_on = devices if capturable else frozenset()
         self.backends[name] = Backend(
-            name, registered, function, devices, devices if capturable else frozenset(), compilable, like_reference
+            name, registered, function, devices, capturable_on, compilable, like_reference, refuses
         )
 
     def _check_contract(self) -> None:

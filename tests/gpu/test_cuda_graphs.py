@@ -17,6 +17,9 @@ from tests.conftest import ReportCount
 from tests.model.mini_run import MINI, golden, relative
 from tests.teacher_forced import judge_fast, teacher_forced
 
+pytestmark = pytest.mark.timeout(300)
+"""With empty caches Triton and Inductor compile for longer than a test usually may take."""
+
 ACCURACY = {"arithmetic": 0.96, "facts": 0.99, "recall@1k": 0.98}
 """Least share of right answers of octavo-nano among 200: what 98.8 %, 100 % and 99.8 % in ``reference`` on the CPU
 (tools/train_nano/README.md) give by chance alone in all but one of a thousand draws."""

@@ -33,7 +33,7 @@ from tests.kernels.waits import NothingWaits, WaitError
 _STATE = ("attend", "commit_window", "publish", "select", "select_candidates")
 DENSE = [case for case in CASES if case.operator.name not in _STATE]
 TORCH = [case for case in DENSE if "torch" in case.operator.backends]
-BACKENDS = [(case, backend) for case in DENSE for backend in case.operator.backends.values()]
+BACKENDS = [(c, b) for c in DENSE for b in c.operator.backends.values() if "cpu" in b.devices]
 every_torch_case = pytest.mark.parametrize("case", TORCH, ids=lambda case: case.name)
 every_size = pytest.mark.parametrize("size", (MINI, WIDE), ids=lambda size: size.name)
 every_capturable_backend = pytest.mark.parametrize(

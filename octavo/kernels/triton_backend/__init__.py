@@ -1,0 +1,12 @@
+"""The backend ``triton`` of numerics ``fast``: kernels for Hopper, imported where there are Triton and a CUDA device.
+
+Everything that is shaped by requests is read from device memory and grids depend on static sizes alone, so all of it
+may stand in a captured graph. Nothing is tuned while an engine runs: how a kernel is cut stands in reviewed tables.
+Each module registers its operators when it is imported.
+"""
+
+from __future__ import annotations
+
+from octavo.kernels.triton_backend import attend, experts, publish, select, window
+
+__all__ = ["attend", "experts", "publish", "select", "window"]

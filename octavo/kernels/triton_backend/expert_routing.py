@@ -1,0 +1,193 @@
+"""Kernels before the products of ``experts``: rounded inputs, the choice of experts, and the order of the work.
+
+Products take their input in *fragment order*: within 128 channels, channel 32 q + 8 w + 4 p + 2 a + b stands at place
+32 w + 16 a + 8 b + 2 q + p. Thread q of the four that share a row in the operand of a tensor core then holds one group
+of 32 weights, which are 16 bytes in a row with one scale (see ``expert_products``).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+GROUP = tl.constexpr(32)
+"""Channels of one Q8 scale."""
+BLOCK = tl.constexpr(128)
+"""Channels over which fragment order permutes."""
+SHIFT = tl.constexpr(2.0**64)
+"""Inputs are 2^64 too large and weights 2^-64 too small: see ``expert_products``."""
+
+
+@triton.jit
+def round_q8_groups(x: tl.tensor) -> tl.tensor:
+    """Through Q8 and back: [G, 32, N] F32, a scale for each group along axis 1; as ``quantise.round_q8``, to the bit.
+
+    E4M3 has steps of an eighth of the power of two below, at least 2^-9. Adding and taking away 1.5 x 2^23 steps rounds
+    to them, ties to even.
+    """
+    amax = tl.maximum(tl.max(tl.abs(x), axis=1, keep_dims=True), 1e-4)
+    exponent = ((amax * (1.0 / 448.0)).to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+    inverse = tl.maximum(0x7F000000 - exponent, 0).to(tl.float32, bitcast=True)
+    scaled = tl.minimum(
+        tl.maximum(x * inverse, -448.0, propagate_nan=tl.PropagateNan.ALL), 448.0, propagate_nan=tl.PropagateNan.ALL
+    )
+    below = (scaled.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    steps = tl.maximum(below * 0.125, 0.001953125) * 12582912.0
+    return ((scaled + steps) - steps) * exponent.to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["resident"])
+def round_rows(
+    x: tl.tensor,
+    rounded: tl.tensor,
+    widened: tl.tensor,
+    counts: tl.tensor,
+    channels: tl.int32,
+    padded: tl.int32,
+    resident: tl.int32,
+    COLUMNS: tl.constexpr,
+    RESIDENT: tl.constexpr,
+) -> None:
+    """x [R, D] BF16 -> rounded [R, padded] BF16, Q8, in fragment order, x 2^64, zero beyond D; widened [R, D] F32.
+
+    Also sets counts [resident] int32 to zero. ``padded`` is D up to a multiple of 128. One row and COLUMNS channels a
+    program.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    values = tl.load(x + row * channels + column, mask=column < channels, other=0.0).to(tl.float32)
+    tl.store(widened + row * channels + column, values, mask=column < channels)
+    groups = round_q8_groups(tl.reshape(values, [COLUMNS // GROUP, GROUP, 1])) * SHIFT
+    fragments = tl.permute(tl.reshape(groups, [COLUMNS // BLOCK, 4, 4, 2, 2, 2]), (0, 2, 4, 5, 1, 3))
+    ordered = tl.reshape(fragments, [COLUMNS]).to(rounded.dtype.element_ty)
+    tl.store(rounded + row * padded + column, ordered, mask=column < padded)
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        expert = tl.arange(0, RESIDENT)
+        tl.store(counts + expert, tl.zeros([RESIDENT], tl.int32), mask=expert < resident)
+
+
+@triton.jit(do_not_specialize=["rows", "experts", "resident", "first_expert"])
+def route(
+    logits: tl.tensor,
+    live: tl.tensor,
+    image: tl.tensor,
+    bias: tl.tensor,
+    bias_vl: tl.tensor,
+    counts: tl.tensor,
+    chosen: tl.tensor,
+    weights: tl.tensor,
+    rows: tl.int32,
+    experts: tl.int32,
+    resident: tl.int32,
+    first_expert: tl.int32,
+    route_scale: tl.float32,
+    top_k: tl.constexpr,
+    vision: tl.constexpr,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    CHOICES: tl.constexpr,
+) -> None:
+    """As ``experts.choose_experts``, with the numbers of resident experts alone.
+
+    logits [R, E] F32, live and image [R] uint8, bias and bias_vl [E] F32 -> chosen [R, top_k] int32, from 0 for
+    first_expert, -1 on dead rows and for experts of others; weights [R, top_k] F32; pairs of each resident expert are
+    added to counts [resident] int32. Capitals are powers of two: ROWS rows a program, the others pad.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    there = row < rows
+    expert = tl.arange(0, EXPERTS)
+    known = there[:, None] & (expert < experts)[None, :]
+    given = tl.load(logits + row[:, None].to(tl.int64) * experts + expert[None, :], mask=known, other=0.0)
+    scores = tl.sqrt_rn(tl.where(given > 20.0, given, libdevice.log1p(libdevice.exp(given))))
+    offset = tl.load(bias + expert, mask=expert < experts, other=0.0)[None, :]
+    if vision:
+        seen = tl.load(image + row, mask=there, other=0) != 0
+        offset = tl.where(seen[:, None], tl.load(bias_vl + expert, mask=expert < experts, other=0.0)[None, :], offset)
+    keys = scores + offset
+    keys = tl.where(known, tl.where(keys == keys, keys, float("inf")), float("-inf"))
+
+    choice = tl.arange(0, CHOICES)
+    numbers = tl.full([ROWS, CHOICES], -1, tl.int32)
+    taken = tl.zeros([ROWS, CHOICES], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    for k in tl.static_range(top_k):
+        best = tl.argmax(keys, axis=1, tie_break_left=True)
+        mine = expert[None, :] == best[:, None]
+        score = tl.sum(tl.where(mine, scores, 0.0), axis=1)
+        total = total + score
+        numbers = tl.where((choice == k)[None, :], best[:, None], numbers)
+        taken = tl.where((choice == k)[None, :], score[:, None], taken)
+        keys = tl.where(mine, float("-inf"), keys)
+    taken = tl.div_rn(taken, tl.broadcast_to((total + 1e-20)[:, None], [ROWS, CHOICES])) * route_scale
+
+    alive = tl.load(live + row, mask=there, other=0) != 0
+    local = numbers - first_expert
+    mine = alive[:, None] & (local >= 0) & (local < resident) & (choice < top_k)[None, :]
+    local = tl.where(mine, local, -1)
+    place = row[:, None] * top_k + choice[None, :]
+    written = there[:, None] & (choice < top_k)[None, :]
+    tl.store(chosen + place, local, mask=written)
+    tl.store(weights + place, taken, mask=written)
+    tl.atomic_add(counts + tl.maximum(local, 0), 1, mask=mine, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["given", "resident"])
+def place_pairs(
+    chosen: tl.tensor,
+    counts: tl.tensor,
+    pairs: tl.tensor,
+    tiles: tl.tensor,
+    tails: tl.tensor,
+    tile_counts: tl.tensor,
+    given: tl.int32,
+    resident: tl.int32,
+    ROWS: tl.constexpr,
+    TAIL: tl.constexpr,
+    CHUNK: tl.constexpr,
+    RESIDENT: tl.constexpr,
+) -> None:
+    """The pairs of one resident expert, in their order, and its tiles; a program an expert.
+
+    chosen [given] int32 (as ``route`` gives it) -> pairs [given] int32: numbers of pairs, sorted by expert. Rows of
+    tiles are (expert, first place in ``pairs``, place after the last) int32, ROWS places at most. What is left of an
+    expert after its whole tiles goes to ``tails`` if it is TAIL places or fewer (a table of the same form), else to one
+    more tile. tile_counts [2] int32: how many tiles and tails there are.
+    """
+    expert = tl.program_id(0)
+    number = tl.arange(0, RESIDENT)
+    count = tl.load(counts + number, mask=number < resident, other=0)
+    whole = count // ROWS
+    rest = count - whole * ROWS
+    tail = ((rest > 0) & (rest <= TAIL)).to(tl.int32)
+    tile = whole + (rest > TAIL).to(tl.int32)
+    before = number < expert
+    start = tl.sum(tl.where(before, count, 0))
+    end = start + tl.sum(tl.where(number == expert, count, 0))
+    first_tile = tl.sum(tl.where(before, tile, 0))
+    my_tiles = tl.sum(tl.where(number == expert, tile, 0))
+    first_tail = tl.sum(tl.where(before, tail, 0))
+    my_tails = tl.sum(tl.where(number == expert, tail, 0))
+    if expert == resident - 1:
+        tl.store(tile_counts, first_tile + my_tiles)
+        tl.store(tile_counts + 1, first_tail + my_tails)
+
+    for number_of_tile in range(0, my_tiles):
+        low = start + number_of_tile * ROWS
+        row = tiles + (first_tile + number_of_tile) * 3
+        tl.store(row, expert)
+        tl.store(row + 1, low)
+        tl.store(row + 2, tl.minimum(low + ROWS, end))
+    if my_tails > 0:
+        row = tails + first_tail * 3
+        tl.store(row, expert)
+        tl.store(row + 1, start + my_tiles * ROWS)
+        tl.store(row + 2, end)
+
+    place = start
+    for low in range(0, tl.where(end > start, given, 0), CHUNK):
+        pair = low + tl.arange(0, CHUNK)
+        mine = tl.load(chosen + pair, mask=pair < given, other=-1) == expert
+        ahead = tl.cumsum(mine.to(tl.int32), axis=0)
+        tl.store(pairs + place + ahead - 1, pair, mask=mine)
+        place += tl.sum(mine.to(tl.int32))

@@ -1,0 +1,215 @@
+"""The Triton backend of ``experts`` on a device, from its first kernel to its last, then as the operator that it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo import kernels
+from octavo.kernels.experts import choose_experts
+from octavo.kernels.quantise import round_q8
+from tests.kernels.batches import Batch, random_batch
+from tests.kernels.calls import Outcome, call, same_bits
+from tests.kernels.cases import CASES, Arguments, Case
+from tests.kernels.draw import MINI, WIDE, Size
+from tests.kernels.tolerances import TYPICAL, assert_near
+from tests.kernels.torch_calls import on_device
+
+if torch.cuda.is_available():  # elsewhere these tests are skipped, and the backend is not to be registered
+    from octavo.kernels.triton_backend import experts as steps
+    from octavo.kernels.triton_backend.expert_tiles import TILES
+    from tests.kernels.interpreted_experts import check_order, in_channel_order
+
+CASES_OF_EXPERTS = [case for case in CASES if case.operator is kernels.experts]
+every_case = pytest.mark.parametrize("case", CASES_OF_EXPERTS, ids=lambda case: case.name)
+every_size = pytest.mark.parametrize("size", (MINI, WIDE), ids=lambda size: size.name)
+every_tile = pytest.mark.parametrize("tile_rows", (16, 32, 64, 128))
+LARGEST = 0.03
+"""As in ``tolerances``."""
+
+
+def test_rounding_is_the_references_to_the_bit() -> None:
+    random = torch.Generator("cuda").manual_seed(0)
+    for rows, channels in ((1, 32), (3, 160), (17, 5120), (64, 2304)):
+        exponents = torch.randn(rows, channels // 32, device="cuda", generator=random) * 9
+        x = torch.randn(rows, channels, device="cuda", generator=random)
+        x = (x * torch.exp2(exponents).repeat_interleave(32, 1)).to(torch.bfloat16)
+        x[0, :32] = 0.0
+        rounded, widened, counts = steps.round_inputs(x, 5)
+        assert same_bits(widened, x.float()) and not counts.any()
+        expected = round_q8(x).float() * 2.0**64
+        found = in_channel_order(rounded.float())
+        assert torch.equal(found[:, :channels], expected) and not found[:, channels:].any(), (rows, channels)
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(384, 6), (8, 2), (300, 5)])
+def test_choices_and_weights_are_torchs_to_the_bit(experts: int, top_k: int) -> None:
+    """Ordinary logits, equal ones, and such that leave the range of the logarithm."""
+    random = torch.Generator("cuda").manual_seed(1)
+    for rows in (1, 2, 127, 2048):
+        ordinary = torch.randn(rows, experts, device="cuda", generator=random)
+        bias, bias_vl = torch.randn(2, experts, device="cuda", generator=random) * 0.1
+        live = torch.rand(rows, device="cuda", generator=random) > 0.1
+        image = torch.rand(rows, device="cuda", generator=random) > 0.5
+        for logits in (ordinary, ordinary * 30, (ordinary * 2).round(), ordinary * 0 - 100.0):
+            for vision in (bias_vl, None):
+                counts = torch.zeros(3, dtype=torch.int32, device="cuda")
+                chosen, weights = steps.choose(logits, live, image, bias, vision, counts, 2, top_k, 1.5)
+                expected, expected_weights = choose_experts(logits, live, image, bias, vision, top_k, 1.5)
+                local = torch.where((expected >= 2) & (expected < 5) & live[:, None], expected - 2, -1)
+                wrong = (chosen != local).any(1)
+                assert not wrong.any(), f"{rows} rows: {int(wrong.sum())} differ, first {wrong.nonzero()[0].item()}"
+                differ = (weights != expected_weights) & live[:, None]
+                assert not differ.any(), f"{rows} rows: weights {weights[differ][:4]}, {expected_weights[differ][:4]}"
+                assert torch.equal(counts.long(), torch.stack([(local == e).sum() for e in range(3)]))
+
+
+@every_tile
+def test_the_order_holds_every_pair_once(tile_rows: int) -> None:
+    tile = TILES[tile_rows]
+    random = torch.Generator("cuda").manual_seed(2)
+    tail = TILES[tile.rows // 4] if tile.rows >= 64 else None
+    for rows, resident in ((1, 1), (1, 384), (77, 3), (1000, 48), (5000, 7)):
+        chosen = torch.randint(-1, resident, (rows, 6), device="cuda", generator=random, dtype=torch.int32)
+        counts = torch.stack([(chosen == e).sum() for e in range(resident)]).int()
+        work = steps.place(chosen, counts, tile, tail)
+        work = steps.Work(work.order.cpu(), [(part, table.cpu(), count.cpu()) for part, table, count in work.parts])
+        check_order(work, chosen.cpu().long(), tile, tail)
+
+
+@every_case
+@every_size
+def test_the_device_is_near_the_reference_of_the_host(case: Case, size: Size) -> None:
+    for rows in (1, 2, 17, 96, 700):
+        given = case.arguments(random_batch(rows, seed=rows), size, torch.bfloat16)
+        actual = triton(on_device(given, "cuda")).cpu()
+        assert_near("experts", Outcome((actual,), {}), call(case.operator, given), f"{rows} rows")
+
+
+@every_tile
+@every_size
+def test_every_tile_is_near_the_reference_of_the_host(tile_rows: int, size: Size) -> None:
+    """Whatever the table would choose, with and without small tiles for what is left."""
+    tile = TILES[tile_rows]
+    case = next(case for case in CASES_OF_EXPERTS if case.name == "experts_all")
+    for tail in [None, *(small for small in TILES.values() if small.rows < tile.rows)]:
+        host = case.arguments(random_batch(300, seed=8), size, torch.bfloat16)
+        given = on_device(host, "cuda")
+        rounded, widened, counts = steps.round_inputs(given["x"], size.experts)
+        routing = given["live"], given["image"], given["bias"], given["bias_vl"]
+        logits = torch.mm(widened, given["gate"].t())
+        chosen, weights = steps.choose(logits, *routing, counts, 0, size.chosen, 1.5)
+        work = steps.place(chosen, counts, tile, tail)
+        matrices = given["w1"], given["s1"], given["w3"], given["s3"]
+        hidden = steps.multiply_gate_and_up(rounded, weights, work, *matrices, given["limit"])
+        actual = steps.sum_results(chosen, steps.multiply_down(hidden, work, given["w2"], given["s2"])).cpu()
+        what = f"tails of {tail.rows if tail else 0}"
+        assert_near("experts", Outcome((actual,), {}), call(case.operator, host), what)
+
+
+@pytest.mark.parametrize("rows", (1, 130, 512, 1024, 2048, 4096, 8192))
+def test_true_shapes_are_near_the_torch_backend(rows: int) -> None:
+    """Six of 384 experts a row, 48 resident; the second time nearly all rows choose the same ones."""
+    given = true_shapes(rows, resident=48)
+    for crowded in (False, True):
+        if crowded:
+            given["bias"][:4] += 0.5
+        actual, expected = triton(given), kernels.experts.backends["torch"].overload(**given)
+        size = torch.linalg.vector_norm(expected, dim=1)
+        error = torch.linalg.vector_norm(actual - expected, dim=1)
+        assert (error <= LARGEST * size).all(), f"{int((error > LARGEST * size).sum())} rows, worst {error.max():.2e}"
+        served = size > 0
+        assert served.any() or rows == 1
+        relative = (error / size)[served]
+        assert rows == 1 or relative.median() <= TYPICAL, f"median {relative.median():.2e}"
+
+
+@every_case
+def test_dead_rows_are_zero_and_reach_nothing(case: Case) -> None:
+    batch = random_batch(29, seed=3)
+    given = on_device(case.arguments(batch, WIDE, torch.bfloat16), "cuda")
+    clean = triton(given)
+    dead = ~given["live"]
+    given["x"][dead] = torch.nan
+    assert same_bits(triton(given), clean)
+    assert dead.any() and same_bits(clean[dead], torch.zeros_like(clean[dead]))
+    nobody = on_device(case.arguments(Batch((), dead=29), WIDE, torch.bfloat16), "cuda")
+    assert same_bits(triton(nobody), torch.zeros_like(clean))
+
+
+@pytest.mark.parametrize("layout", ("transposed", "offset"))
+def test_memory_layout_changes_no_bit(layout: str) -> None:
+    given = on_device(CASES_OF_EXPERTS[0].arguments(random_batch(29, seed=3), WIDE, torch.bfloat16), "cuda")
+    x = given["x"]
+    offset = x.new_empty(x.numel() + 1)[1:].view_as(x).copy_(x)
+    other = x.t().contiguous().t() if layout == "transposed" else offset
+    assert same_bits(triton(given | {"x": other}), triton(given))
+
+
+def test_nothing_waits() -> None:
+    for rows in (1, 29):
+        given = on_device(CASES_OF_EXPERTS[0].arguments(random_batch(rows, seed=3), MINI, torch.bfloat16), "cuda")
+        triton(given)  # compiles
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            triton(given)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_replay_on_other_inputs_equals_eager() -> None:
+    """To the bit: rows, routes, dead rows and weights change between replays; calls repeat themselves."""
+    static = true_shapes(257, resident=16)
+    triton(static)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = triton(static)
+    for seed in range(4):
+        given = true_shapes(257, resident=16, seed=seed + 1)
+        given["live"].fill_(seed == 2)
+        for name, value in given.items():
+            if isinstance(value, Tensor):
+                static[name].copy_(value)
+        graph.replay()
+        eager = triton(given)
+        assert same_bits(captured, eager) and same_bits(triton(given), eager), f"step {seed}"
+        assert bool(eager.any()) == (seed == 2)
+
+
+def triton(arguments: Arguments) -> Tensor:
+    result = kernels.experts.backends["triton"].overload(**arguments)
+    assert isinstance(result, Tensor)
+    return result
+
+
+def true_shapes(rows: int, resident: int, seed: int = 0) -> Arguments:
+    random = torch.Generator("cuda").manual_seed(seed)
+
+    def codes(*shape: int, low: int = 0, high: int = 256) -> Tensor:
+        return torch.randint(low, high, shape, device="cuda", generator=random, dtype=torch.uint8)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, device="cuda", generator=random)
+
+    hidden, inner = 5120, 2304
+    return {
+        "x": normal(rows, hidden).to(torch.bfloat16),
+        "live": torch.rand(rows, device="cuda", generator=random) > 0.05,
+        "image": torch.rand(rows, device="cuda", generator=random) > 0.8,
+        "gate": normal(384, hidden) * hidden**-0.5,
+        "bias": normal(384) * 0.1,
+        "bias_vl": normal(384) * 0.1,
+        "w1": codes(resident, inner, hidden // 2),
+        "s1": codes(resident, inner, hidden // 32, low=116, high=120),
+        "w2": codes(resident, hidden, inner // 2),
+        "s2": codes(resident, hidden, inner // 32, low=116, high=120),
+        "w3": codes(resident, inner, hidden // 2),
+        "s3": codes(resident, inner, hidden // 32, low=116, high=120),
+        "first_expert": 0,
+        "top_k": 6,
+        "route_scale": 1.5,
+        "limit": 10.0,
+    }

@@ -1,0 +1,115 @@
+"""Compiles what a call of Triton kernels would launch on an H200, on a machine that has none."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+MULTIPROCESSORS = 132
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """One launch: its kernel, and what ptxas made of it."""
+
+    kernel: str
+    programs: tuple[int, ...]
+    threads: int
+    shared_bytes: int
+    registers: int
+    stack_bytes: int
+    ptx: str
+    layouts: str
+    """Triton's own code for the GPU, with the layout of every tensor."""
+    machine_code: list[str]
+
+
+@contextmanager
+def launches_compiled() -> Iterator[list[Launched]]:
+    """While it is active, launches compile for sm_90 and do nothing; the list fills up with them."""
+    launched: list[Launched] = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        compiled = run(self, *args, grid=grid, warmup=True, **options)
+        launched.append(_describe(self.__name__, grid, compiled))
+        return compiled
+
+    properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
+    with (
+        mock.patch.object(JITFunction, "run", compile_only),
+        mock.patch.object(driver, "_active", _Driver()),
+        mock.patch.object(torch.cuda, "get_device_properties", lambda device: properties),
+    ):
+        yield launched
+
+
+def loops_with(launched: Launched, instruction: str) -> list[list[str]]:
+    """Innermost loops of the machine code that hold an instruction of this name."""
+    starts: dict[str, int] = {}
+    code: list[str] = []
+    loops: list[range] = []
+    for line in launched.machine_code:
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            starts[label[1]] = len(code)
+        elif found := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
+            code.append(found[1])
+            target = re.search(r"BRA.*`\((\.L_x_\d+)\)", found[1])
+            if target and target[1] in starts:
+                loops.append(range(starts[target[1]], len(code)))
+    inner = [a for a in loops if not any(b != a and a.start <= b.start and b.stop <= a.stop for b in loops)]
+    bodies = [[code[i] for i in loop] for loop in inner]
+    return [body for body in bodies if any(instruction in line for line in body)]
+
+
+class _Driver:
+    """As much of a driver as compiling asks for."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+def _describe(kernel: str, grid: tuple[int, ...], compiled: Any) -> Launched:
+    with tempfile.TemporaryDirectory() as folder:
+        binary = Path(folder) / "kernel.cubin"
+        binary.write_bytes(compiled.asm["cubin"])
+        usage = _output("cuobjdump", "-res-usage", str(binary))
+        machine_code = _output("nvdisasm", "-c", str(binary))
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found is not None, usage
+    return Launched(
+        kernel=kernel,
+        programs=tuple(grid),
+        threads=32 * compiled.metadata.num_warps,
+        shared_bytes=compiled.metadata.shared,
+        registers=int(found[1]),
+        stack_bytes=int(found[2]),
+        ptx=compiled.asm["ptx"],
+        layouts=compiled.asm["ttgir"],
+        machine_code=machine_code.splitlines(),
+    )
+
+
+def _output(tool: str, *arguments: str) -> str:
+    return subprocess.run([str(_TOOLS / tool), *arguments], capture_output=True, text=True, check=True).stdout

@@ -1,0 +1,138 @@
+"""Triton's interpreter runs ``attend`` and ``commit_window``: python -m tests.kernels.interpreted_attend, with
+TRITON_INTERPRET=1.
+
+In F32, since it cannot multiply BF16 and truncates where F32 becomes BF16: indices, masks, tiles, parts and unpacking
+are those of the GPU. Prints the largest error of every kind of case, or raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton.language as tl
+
+from octavo import kernels
+from octavo.kernels.storage import packed_entry_bytes, store_entries
+from octavo.kernels.triton_backend import key_places
+from octavo.kernels.triton_backend.attend import run
+from octavo.kernels.triton_backend.tuning import AttendForm
+from octavo.kernels.triton_backend.window import commit_window_triton
+from tests.kernels.batches import Batch, Request, random_batch
+from tests.kernels.calls import same_bits
+from tests.kernels.cases import CASES, Arguments
+from tests.kernels.draw import MINI, WIDE, Size
+
+TOLERANCE = 2e-5
+"""Of outputs of size one: exponentials and some hundred additions in F32, in another order."""
+FORM = AttendForm(hopper=False, heads=16, keys=16, warps=4, stages=1, resident=1)
+"""Small tiles: a small model has several, and three heads of it one program or more."""
+
+
+def main() -> None:
+    key_places._SEARCHED = tl.constexpr(8)  # so that a search takes several rounds here too
+    for size, name, rows in (
+        (MINI, "attend_window", (1, 19)),
+        (MINI, "attend_pairs", (1, 19)),
+        (MINI, "attend_tokens", (7,)),
+        (WIDE, "attend_pairs", (5,)),
+    ):
+        errors = [error for given in steps_of(name, size, rows) for error in compare(given)]
+        print(f"{size.name} {name}: {len(errors)} calls, {max(errors):.1e}", flush=True)
+    check_rows_dealt_to_ranks()
+    check_far_positions()
+    check_windows()
+    print("rows of ranks, far positions and windows agree")
+
+
+def steps_of(name: str, size: Size, rows: tuple[int, ...]) -> Iterator[Arguments]:
+    """Random and ragged steps, no live row, and a mini request longer than a window; with dead rows soiled."""
+    case = next(case for case in CASES if case.name == name)
+    batches = [random_batch(count, count) for count in rows]
+    if size is MINI:
+        long = Batch((Request(3, 5, size.window + 3), Request(1, 0, 1), Request(6, 62, 4)), dead=2)
+        batches += [long, Batch((), dead=3)]
+    for seed, batch in enumerate(batches):
+        given = case.arguments(batch, size, torch.float32, seed)
+        dead = ~batch.live
+        for what in ("query", "latents"):
+            given[what][dead] = torch.nan
+        given["slots"] = torch.where(dead, -99, given["slots"]).int()
+        given["write_slots"] = torch.where(dead, 3, given["write_slots"]).int()
+        given["sink"][0] = -torch.inf
+        yield given
+
+
+def compare(given: Arguments) -> Iterator[float]:
+    """The largest difference from the reference, whole and in parts, with plain and with packed entries."""
+    for arguments in (given, packed(given)) if given["entries"] is not None else (given,):
+        expected = kernels.attend(**arguments)
+        for splits in (1, 3):
+            actual = run(FORM, **arguments, splits=splits)
+            error = float((actual - expected).abs().max())
+            assert error <= TOLERANCE, f"{splits} parts: off by {error}"
+            yield error
+
+
+def packed(given: Arguments) -> Arguments:
+    entries = given["entries"]
+    pages, places, channels = entries.shape
+    pool = entries.new_zeros(pages, places, packed_entry_bytes(channels), dtype=torch.uint8)
+    address = torch.arange(pages).repeat_interleave(places), torch.arange(places).repeat(pages)
+    store_entries(pool, *address, entries.flatten(0, 1))
+    return given | {"entries": pool}
+
+
+def check_rows_dealt_to_ranks() -> None:
+    """A rank's rows are every third of all; rows in another order are found by a search."""
+    given = next(steps_of("attend_pairs", MINI, (19,)))
+    whole = run(FORM, **given)
+    for rows in (torch.arange(1, 19, 3), torch.arange(18, -1, -1), torch.tensor([17])):
+        part = {name: given[name][rows] for name in ("query", "slots", "positions", "selected")}
+        torch.testing.assert_close(run(FORM, **given | part), whole[rows], rtol=0, atol=TOLERANCE)
+
+
+def check_far_positions() -> None:
+    """A million tokens in, with holes in the selection, and a request without rows in this step."""
+    size, position = MINI, 2**20 - 3
+    random = torch.Generator().manual_seed(0)
+    entries = torch.randn(3, 64, size.head_dim, generator=random)
+    pages = torch.full((8, 2**14), 1, dtype=torch.int32)
+    pages[5, -1] = 2
+    chosen = torch.tensor([[0, -1, position, 7, position - 64, -1, 63, -1]] * 2, dtype=torch.int32)
+    arguments: Arguments = {
+        "query": torch.randn(2, size.heads, size.head_dim, generator=random),
+        "latents": torch.randn(2, size.head_dim, generator=random),
+        "ring": torch.randn(8, size.window, size.head_dim, generator=random),
+        "sink": torch.zeros(size.heads),
+        "slots": torch.tensor([5, 2], dtype=torch.int32),
+        "positions": torch.tensor([position, 9], dtype=torch.int32),
+        "write_slots": torch.tensor([5, 5], dtype=torch.int32),
+        "write_positions": torch.tensor([position - 1, position], dtype=torch.int32),
+        "write_starts": torch.tensor([position - 1, position - 1], dtype=torch.int32),
+        "page_table": pages,
+        "entries": entries,
+        "selected": chosen,
+    }
+    expected = kernels.attend(**arguments)
+    for splits in (1, 2):
+        torch.testing.assert_close(run(FORM, **arguments, splits=splits), expected, rtol=0, atol=TOLERANCE)
+
+
+def check_windows() -> None:
+    """To the bit, of latents and of token classes, of several windows at once and with dead rows."""
+    for name in ("commit_window", "commit_history"):
+        case = next(case for case in CASES if case.name == name)
+        for size in (MINI, WIDE):
+            long = Batch((Request(3, 5, 2 * size.window + 3), Request(1, 0, size.window), Request(6, 7, 1)), dead=30)
+            for batch in (random_batch(1, 1), random_batch(29, 2), long, Batch((), dead=5)):
+                given = case.arguments(batch, size, torch.float32)
+                given["write_slots"][~batch.live] = 3
+                expected, actual = given["ring"].clone(), given["ring"].clone()
+                kernels.commit_window(**given | {"ring": expected})
+                commit_window_triton(**given | {"ring": actual})
+                assert same_bits(actual, expected), (name, size.name, batch.rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""The kernels of ``attend`` and ``commit_window`` compile for an H200 at true shapes, use its tensor cores, and fit."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton")
+if find_spec("triton") is not None:
+    from octavo.kernels.triton_backend import attend, window
+    from octavo.kernels.triton_backend.tuning import HOPPER, AttendForm, choose_attend_form, choose_splits
+    from tests.kernels.compiled_launches import Launched, launches_compiled, loops_with
+
+SHARED_BYTES = 227 * 1024
+REGISTERS = 65536
+SPILLED_BYTES = 128
+"""Of the kernel for Hopper with packed entries: some thirty addresses that no loop changes. Others spill nothing."""
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def shapes(
+    rows: int, heads: int, channels: int, window: int, top_k: int, packed: bool, ratio: int, share: int = 1
+) -> dict[str, Any]:
+    number = torch.int32
+    pool = (
+        empty(9, 64 // ratio, channels // 2 + channels // 16, dtype=torch.uint8)
+        if packed
+        else empty(9, 64 // ratio, channels)
+    )
+    return {
+        "query": empty(rows, heads, channels),
+        "latents": empty(share * rows, channels),
+        "ring": empty(4, window, channels),
+        "sink": empty(heads, dtype=torch.float32),
+        "slots": empty(rows, dtype=number),
+        "positions": empty(rows, dtype=number),
+        **{f"write_{name}": empty(share * rows, dtype=number) for name in ("slots", "positions", "starts")},
+        "page_table": empty(4, 16384, dtype=number),
+        "entries": pool if top_k else None,
+        "selected": empty(rows, top_k, dtype=number) if top_k else None,
+    }
+
+
+def compiled(form: AttendForm, **arguments: Any) -> list[Launched]:
+    with launches_compiled() as launched:
+        attend.run(form, **arguments)
+    return launched
+
+
+def check_that_it_fits(launched: list[Launched], spilled_bytes: int = 0) -> None:
+    for one in launched:
+        what = f"{one.kernel}: {one.registers} registers, {one.shared_bytes} bytes shared"
+        assert one.shared_bytes <= SHARED_BYTES, what
+        assert one.registers * one.threads <= REGISTERS, what
+        assert one.stack_bytes <= spilled_bytes, f"{what}, {one.stack_bytes} bytes spilled"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("packed", (False, True), ids=("plain", "packed"))
+@pytest.mark.parametrize("rows", (1, 8192))
+def test_the_released_model(rows: int, packed: bool) -> None:
+    """One row in ten parts, and a whole chunk; scores and values by wgmma, none of it serialised."""
+    form = choose_attend_form(64, 512, hopper=True)
+    assert form is HOPPER
+    launched = compiled(form, **shapes(rows, 64, 512, 128, 512, packed, ratio=2))
+    names = ["place_keys", "attend_part_hopper", *(["unite_parts"] if rows == 1 else [])]
+    assert [one.kernel for one in launched] == names
+    assert launched[1].programs == (rows, 1, 10 if rows == 1 else 1)
+    check_that_it_fits(launched, SPILLED_BYTES if packed else 0)
+    loops = loops_with(launched[1], "HGMMA")
+    assert len(loops) == (2 if packed else 1)
+    for loop in loops:
+        # 32 steps of 16 channels for the scores, 4 of 16 keys for the values: none twice.
+        assert sum("HGMMA" in line for line in loop) == 36
+    copies = [line for line in launched[1].machine_code if "LDGSTS" in line]
+    assert copies and all(".128" in line for line in copies), "keys are copied 16 bytes at a time"
+    if packed:
+        # 16 bytes of codes in eight rows: the store of what they become takes 128 bits a thread.
+        assert sum(".128" in line for line in launched[1].machine_code if "STS" in line) >= 32
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("packed", (False, True), ids=("plain", "packed"))
+@pytest.mark.parametrize(
+    ("heads", "channels", "window", "top_k", "hopper"),
+    ((8, 512, 128, 512, True), (8, 96, 64, 64, True), (64, 512, 128, 512, False), (40, 256, 100, 70, True)),
+    ids=("eight heads of a rank", "nano", "another device", "odd sizes"),
+)
+def test_other_models(heads: int, channels: int, window: int, top_k: int, hopper: bool, packed: bool) -> None:
+    form = choose_attend_form(heads, channels, hopper)
+    assert not form.hopper
+    launched = compiled(form, **shapes(3, heads, channels, window, top_k, packed, ratio=1, share=2))
+    assert [one.kernel for one in launched] == ["place_keys", "attend_part", "unite_parts"]
+    check_that_it_fits(launched)
+    assert any("HMMA" in line for line in launched[1].machine_code)
+
+
+def test_layers_that_read_the_window_alone() -> None:
+    launched = compiled(HOPPER, **shapes(2048, 64, 512, 128, 0, False, ratio=1))
+    assert [one.kernel for one in launched] == ["place_keys", "attend_part_hopper"]
+    check_that_it_fits(launched)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.int64), ids=("latents", "classes"))
+def test_windows(dtype: torch.dtype) -> None:
+    number = torch.int32
+    width = (512,) if dtype is torch.bfloat16 else ()
+    with launches_compiled() as launched:
+        window.commit_window_triton(
+            empty(4, 128, *width, dtype=dtype), empty(300, *width, dtype=dtype), *[empty(300, dtype=number)] * 2
+        )
+    assert [one.kernel for one in launched] == ["commit_rows"]
+    check_that_it_fits(launched)
+    if dtype is torch.bfloat16:
+        assert any(re.search(r"STG\.E\.128", line) for line in launched[0].machine_code), "16 bytes a thread"
+
+
+def test_parts_fill_the_device() -> None:
+    """Of ten tiles: no part is empty, and programs are resident together as long as rows are few."""
+    splits = {rows: choose_splits(HOPPER, rows, 64, tiles=10) for rows in (1, 8, 13, 16, 32, 64, 66, 67, 128, 8192)}
+    assert splits == {1: 10, 8: 10, 13: 10, 16: 5, 32: 4, 64: 2, 66: 2, 67: 1, 128: 1, 8192: 1}

@@ -1,0 +1,131 @@
+"""The kernels of ``experts`` compile for an H200 at true shapes, use tensor cores as intended, and fit."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton")
+if find_spec("triton") is not None:
+    from octavo.kernels.triton_backend import experts
+    from octavo.kernels.triton_backend.expert_tiles import TILES, choose_tiles
+    from tests.kernels.compiled_launches import MULTIPROCESSORS, Launched, launches_compiled, loops_with
+
+SHARED_BYTES = 227 * 1024
+REGISTERS = 65536
+SPILLED_BYTES = 96
+"""A few numbers may wait in memory while a tile is computed: once a tile, not in the loop."""
+ROWS = (1, 1024, 2048, 8192)
+"""Steps that use every tile."""
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def shapes(rows: int, experts: int, resident: range, hidden: int, inner: int, top_k: int) -> dict[str, Any]:
+    count = len(resident)
+    return {
+        "x": empty(rows, hidden, dtype=torch.bfloat16),
+        "live": empty(rows, dtype=torch.bool),
+        "image": empty(rows, dtype=torch.bool),
+        "gate": empty(experts, hidden, dtype=torch.float32),
+        "bias": empty(experts, dtype=torch.float32),
+        "bias_vl": empty(experts, dtype=torch.float32) if resident.start == 0 else None,
+        "w1": empty(count, inner, hidden // 2),
+        "s1": empty(count, inner, hidden // 32),
+        "w2": empty(count, hidden, inner // 2),
+        "s2": empty(count, hidden, inner // 32),
+        "w3": empty(count, inner, hidden // 2),
+        "s3": empty(count, inner, hidden // 32),
+        "first_expert": resident.start,
+        "top_k": top_k,
+        "route_scale": 1.5,
+        "limit": 10.0,
+    }
+
+
+def compiled(**arguments: Any) -> list[Launched]:
+    with launches_compiled() as launched:
+        experts.experts_triton(**arguments)
+    return launched
+
+
+@pytest.fixture(scope="module")
+def at_true_shapes() -> dict[int, list[Launched]]:
+    """By rows of the step; 48 of 384 experts, as on one of eight GPUs."""
+    return {rows: compiled(**shapes(rows, 384, range(48), 5120, 2304, 6)) for rows in ROWS}
+
+
+def test_the_steps_above_use_every_tile() -> None:
+    used = [choose_tiles(rows, 6, 384) for rows in ROWS]
+    assert {tile.rows for pair in used for tile in pair if tile is not None} == set(TILES)
+
+
+@pytest.mark.timeout(300)
+def test_everything_fits(at_true_shapes: dict[int, list[Launched]]) -> None:
+    for rows, launched in at_true_shapes.items():
+        for one in launched:
+            what = f"{rows} rows: {one.kernel}: {one.registers} registers, {one.shared_bytes} bytes shared"
+            assert one.shared_bytes <= SHARED_BYTES, what
+            assert one.stack_bytes <= SPILLED_BYTES, f"{what}, {one.stack_bytes} bytes spilled"
+        names = [one.kernel for one in launched]
+        parts = 1 if choose_tiles(rows, 6, 384)[1] is None else 2
+        assert names == [
+            *("round_rows", "route", "place_pairs"),
+            *["gate_and_up"] * parts,
+            *["down"] * parts,
+            "sum_pairs",
+        ]
+
+
+def test_as_many_programs_fit_at_once_as_the_table_says(at_true_shapes: dict[int, list[Launched]]) -> None:
+    for rows, launched in at_true_shapes.items():
+        tiles = [tile for tile in choose_tiles(rows, 6, 384) if tile is not None]
+        for kernel in ("gate_and_up", "down"):
+            for tile, one in zip(tiles, [one for one in launched if one.kernel == kernel], strict=True):
+                launch = tile.gate_and_up if kernel == "gate_and_up" else tile.down
+                assert one.threads == 32 * launch.warps
+                assert launch.programs * (one.shared_bytes + 1024) <= SHARED_BYTES + 1024, (rows, kernel)
+                assert launch.programs * one.threads * -(-one.registers // 8) * 8 <= REGISTERS, (rows, kernel)
+                assert one.programs[0] <= launch.programs * MULTIPROCESSORS
+
+
+def test_weights_go_from_registers_to_tensor_cores(at_true_shapes: dict[int, list[Launched]]) -> None:
+    """No layout is changed through shared memory between a load and a product, and nothing is spilled there."""
+    for rows, launched in at_true_shapes.items():
+        for one in launched:
+            if one.kernel not in ("gate_and_up", "down"):
+                continue
+            what = f"{rows} rows: {one.kernel}"
+            loops = loops_with(one, "HGMMA")
+            assert loops, f"{what}: no loop with products"
+            for loop in loops:
+                names = {word for line in loop for word in re.findall(r"[A-Z][A-Z0-9_.]+", line)}
+                assert not names & {"STS", "STS.128", "PRMT", "STL", "LDL", "LDL.LU"}, f"{what}: {sorted(names)}"
+                assert {"LDGSTS.E.BYPASS.128", "LDS.128"} <= names, f"{what}: {sorted(names)}"
+            products = [line for line in one.ptx.splitlines() if "wgmma.mma_async" in line]
+            assert products and all(line.count("{") == 2 for line in products), f"{what}: operands in shared memory"
+
+
+@pytest.mark.parametrize(
+    ("rows", "count", "resident", "hidden", "inner", "top_k"),
+    [
+        pytest.param(29, 8, range(8), 256, 128, 2, id="nano"),
+        pytest.param(7, 8, range(4, 8), 128, 64, 2, id="mini"),
+        pytest.param(1, 12, range(1, 2), 512, 160, 5, id="ragged"),
+    ],
+)
+def test_other_shapes_compile(rows: int, count: int, resident: range, hidden: int, inner: int, top_k: int) -> None:
+    for one in compiled(**shapes(rows, count, resident, hidden, inner, top_k)):
+        assert one.shared_bytes <= SHARED_BYTES and one.stack_bytes <= SPILLED_BYTES, one.kernel
+
+
+def test_rows_that_are_not_bf16_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"rows are torch\.float32; allowed: torch\.bfloat16"):
+        experts.experts_triton(**shapes(2, 8, range(8), 256, 128, 2) | {"x": empty(2, 256, dtype=torch.float32)})
