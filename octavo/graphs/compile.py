@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind as ExportedKind
+from torch.fx import GraphModule
 
 from octavo.graphs.capture import capture
 from octavo.passes.base import Compilation, GraphError, GraphInput, InputKind
@@ -30,6 +32,12 @@ def compilation_of(
     moving = [tensor for path, tensor in leaves.items() if sources[path].kind in (InputKind.ROWS, InputKind.WRITES)]
     program = capture(module, tuple(inputs.values()), moving)
     return Compilation(program.graph_module, _graph_inputs(program, list(sources.values())), _output_paths(program))
+
+
+def copy_of(compilation: Compilation) -> Compilation:
+    """One that passes may rewrite while the other stays as it is; values, weights and pools are shared."""
+    module = GraphModule(nn.Module(), copy.deepcopy(compilation.graph))
+    return Compilation(module, dict(compilation.inputs), compilation.outputs)
 
 
 def input_names(compilation: Compilation) -> dict[str, str]:

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from octavo.kernels.collectives import restored, shard_of
+from octavo.kernels.collectives import Capturable, restored, shard_of
 
 Result = TypeVar("Result")
 
@@ -40,6 +40,7 @@ class EmulatedCommunicator:
 
     def __init__(self, rank: int, ranks: int, meeting: _Meeting) -> None:
         self.rank, self.ranks = rank, ranks
+        self.capturable = Capturable(False, "emulated ranks meet on the host")
         self._meeting = meeting
 
     def shard(self, values: list[Tensor]) -> list[Tensor]:

@@ -43,7 +43,13 @@ def facts_of(compilation: Compilation, context: PassContext, buckets: Sequence[i
         "regions": regions,
         "buffers": buffers,
         "storages": _storages(compilation, names),
+        "experts": "replicated" if context.replicated_experts else "sharded",
         "collectives": [_collective(move) for move in moves],
+        "collectives_captured": {
+            "value": context.collectives.value,
+            "reason": context.collectives.reason,
+            "bytes_sent_per_row": sum(move.bytes_sent for move in moves),
+        },
         "results": [names[node.name] for node in compilation.graph.output_node().all_input_nodes],
     }
     row_bytes = sum(storage["bytes_per_row"] for storage in facts["storages"])
@@ -93,7 +99,8 @@ def _pieces(
     compilation: Compilation, names: dict[str, str], kinds: dict[str, list[int]], moves: Sequence[Move]
 ) -> list[Facts]:
     named = {place: name for name, members in kinds.items() for place in members}
-    why = {move.piece: f"{move.operation}: {move.why}" for move in moves}
+    moved = {move.piece: f"{move.operation}: {move.why}" for move in moves}
+    why = {i.number: moved[i.number] for i in compilation.instructions if i.kind is PieceKind.COLLECTIVE}
     why |= {i.number: "; ".join(i.reasons) for i in compilation.instructions if i.kind is PieceKind.BREAK}
     pieces = []
     for place, (instruction, piece) in enumerate(zip(compilation.instructions, compilation.pieces, strict=True)):

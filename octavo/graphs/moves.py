@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 from torch.fx import Node
@@ -11,8 +12,7 @@ from octavo.graphs.tables import layer_span
 from octavo.kernels.collectives import gather_rows, reduce_rows, shard_rows
 from octavo.kernels.operator import Need
 from octavo.passes.base import LAYER, Compilation, PassContext, operator_of, tensor_arguments
-from octavo.passes.breaks import PieceKind
-from octavo.passes.split import SplitPiece
+from octavo.passes.plan_buffers import row_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,21 +36,23 @@ class Move:
 
 
 def moves_of(compilation: Compilation, context: PassContext) -> list[Move]:
-    """All collectives in order. The compilation has been split."""
+    """All collectives in order, instructions of their own or in segments. The compilation has been split."""
     names = value_names(compilation)
     return [
-        _move(piece, compilation, context, names)
+        _move(node, piece.piece.number, context, names)
         for piece in compilation.pieces
-        if piece.piece.kind is PieceKind.COLLECTIVE
+        for node in piece.piece.nodes
+        if (known := operator_of(node)) is not None and known.contract.collective
     ]
 
 
-def _move(piece: SplitPiece, compilation: Compilation, context: PassContext, names: dict[str, str]) -> Move:
-    call = piece.piece.nodes[0]
-    bytes_in = sum(compilation.buffers[name].row_bytes for name in piece.operands)
-    results = [node for node in piece.piece.nodes if node.name in compilation.buffers]
-    bytes_out = sum(compilation.buffers[node.name].row_bytes for node in results)
-    readers = _readers(results, piece.layers)
+def _move(call: Node, piece: int, context: PassContext, names: dict[str, str]) -> Move:
+    values = [value for _, value in tensor_arguments(call)]
+    results = [user for user in call.users if user.target is operator.getitem] or [call]
+    bytes_in = sum(row_bytes(value, context) for value in values)
+    bytes_out = sum(row_bytes(value, context) for value in results)
+    layers = () if call.meta[LAYER] is None else (call.meta[LAYER],)
+    readers = _readers(results, layers)
     sent: float
     if operator_of(call) is shard_rows:
         operation, sent = "shard", 0.0
@@ -64,10 +66,10 @@ def _move(piece: SplitPiece, compilation: Compilation, context: PassContext, nam
         assert operator_of(call) is reduce_rows, f"{call} is no collective"
         scatter = bool(call.args[2])
         operation = "reduce-scatter" if scatter else "all-reduce"
-        why = f"{', '.join(names[name] for name in piece.operands)} is one addend of a sum over ranks"
+        why = f"{', '.join(names[value.name] for value in values)} is one addend of a sum over ranks"
         sent = (1 if scatter else 2) * bytes_in * (context.ranks - 1) / context.ranks
-    values = tuple(names[name] for name in piece.operands)
-    return Move(piece.piece.number, piece.layers, operation, values, readers, why, bytes_in, bytes_out, sent)
+    given = tuple(names[value.name] for value in values)
+    return Move(piece, layers, operation, given, readers, why, bytes_in, bytes_out, sent)
 
 
 def _readers(values: list[Node], layers: tuple[int, ...]) -> tuple[str, ...]:

@@ -395,7 +395,9 @@ def collectives_page(report: Facts) -> list[str]:
         for move in moves
     ]
     headings = ("piece", "layers", "operation", "values", "brought", "received", "sent", "why")
-    sent = sum(move["bytes_sent_per_row"] for move in moves)
+    captured = report["collectives_captured"]
+    sent = captured["bytes_sent_per_row"]
+    where = "in captured segments" if captured["value"] else "instructions of their own, between captured segments"
     return [
         *lines,
         "All ranks run them in this order. Bytes are for each row of the bucket, on each rank: what it brings, what it "
@@ -405,6 +407,8 @@ def collectives_page(report: Facts) -> list[str]:
         "",
         f"In all a rank sends {size(sent)} a row, {size(report['buckets'][-1]['collective_bytes_sent_per_rank'])} in "
         "the largest bucket.",
+        "",
+        f"They are {where}: {captured['reason']}.",
     ]
 
 

@@ -16,10 +16,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
+from octavo.graphs.carried import carried_out, moves_rows
 from octavo.graphs.cuda import Recorder
-from octavo.kernels.collectives import Communicator, gather_rows, shard_rows
-from octavo.passes.base import Compilation, GraphError, GraphInput, InputKind, operator_of
+from octavo.kernels.collectives import Communicator
+from octavo.passes.base import Compilation, GraphError, GraphInput, InputKind
 from octavo.passes.breaks import PieceKind
 from octavo.passes.lower import Instruction, Source
 from octavo.passes.plan_buffers import Buffer
@@ -65,13 +67,15 @@ class Program:
         buckets: tuple[int, ...],
         device: torch.device,
         communicator: Communicator | None = None,
-        calls: Mapping[int, Call] | None = None,
+        modules: Mapping[int, GraphModule] | None = None,
     ) -> None:
         """``resident`` maps paths of weights, constants and pools to their tensors, which stay where they are.
 
-        ``calls`` are run in place of the modules of some instructions, by number: compiled forms of them.
+        ``modules`` are run in place of the modules of some instructions, by number: compiled forms of them.
         """
-        self._calls = dict(calls or {})
+        self._modules = dict(modules or {})
+        self._carried: dict[GraphModule, GraphModule] = {}
+        """Modules that move rows, with the communicator in them."""
         self.instructions: list[Instruction] = list(compilation.instructions)
         self.buffers: dict[str, Buffer] = dict(compilation.buffers)
         self.inputs: dict[str, GraphInput] = dict(compilation.inputs)
@@ -276,18 +280,11 @@ class Program:
         return Bound(self._call_of(instruction), tuple(operands), results)
 
     def _call_of(self, instruction: Instruction) -> Call:
-        if instruction.kind is PieceKind.COLLECTIVE:
-            return self._collective(instruction)
-        return self._calls.get(instruction.number, instruction.module.forward)
-
-    def _collective(self, instruction: Instruction) -> Call:
-        communicator = self._communicator
-        if communicator is None:
+        module = self._modules.get(instruction.number, instruction.module)
+        if not moves_rows(module):
+            return module.forward
+        if self._communicator is None:
             raise GraphError(f"{instruction.title}: the program moves rows between ranks and has no communicator")
-        (node,) = [n for n in instruction.module.graph.nodes if operator_of(n) is not None]
-        if operator_of(node) is shard_rows:
-            return lambda *values: communicator.shard(list(values))
-        flag = bool(node.args[2])
-        if operator_of(node) is gather_rows:
-            return lambda *values: communicator.gather(list(values), flag)
-        return lambda value: (communicator.reduce(value, flag),)
+        if module not in self._carried:
+            self._carried[module] = carried_out(module, self._communicator)
+        return self._carried[module].forward

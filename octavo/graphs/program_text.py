@@ -15,7 +15,7 @@ from octavo.graphs.describe import WIDTH, operation_of, shapes_of, value_names
 from octavo.graphs.facts import Facts
 from octavo.graphs.tables import ranges
 from octavo.kernels.collectives import gather_rows, shard_rows
-from octavo.passes.base import Compilation, operator_of
+from octavo.passes.base import Compilation, operator_of, tensor_arguments
 from octavo.passes.breaks import PieceKind
 from octavo.passes.lower import Instruction, Source
 from octavo.passes.split import SplitPiece
@@ -68,6 +68,9 @@ def _function(piece: SplitPiece, kind: Facts, names: dict[str, str]) -> list[str
     for name in piece.operands:
         local[name] = _identifier(names[name], taken)
     parameters = [f"{local[name]},  # {shapes_of(nodes[name])}" for name in piece.operands]
+    if _moves_rows(piece):
+        taken.add("communicator")
+        parameters.insert(0, "communicator,")
     head = [f"def {_function_name(kind)}(", *(f"    {parameter}" for parameter in parameters), "):"]
     times = "Once" if kind["count"] == 1 else f"{kind['count']} times"
     body = [f'"""{times}, {kind["why"]}. Pieces: {ranges(kind["pieces"])}."""']
@@ -88,8 +91,25 @@ def _function(piece: SplitPiece, kind: Facts, names: dict[str, str]) -> list[str
     return head + [f"    {line}" for line in body]
 
 
+def _moves_rows(piece: SplitPiece) -> bool:
+    return any(known is not None and known.contract.collective for known in map(operator_of, piece.piece.nodes))
+
+
+def _communication(call: Node) -> tuple[str, str]:
+    """What stands before and behind what a collective is given."""
+    if operator_of(call) is shard_rows:
+        return "communicator.shard([", "])"
+    if operator_of(call) is gather_rows:
+        return "communicator.gather([", f"], ordered={bool(call.args[2])})"
+    return "communicator.reduce(", f", scatter={bool(call.args[2])})"
+
+
 def _call(node: Node, local: dict[str, str]) -> list[str]:
     assert isinstance(node.target, torch._ops.OpOverload)
+    known = operator_of(node)
+    if known is not None and known.contract.collective:
+        head, tail = _communication(node)
+        return _wrapped(head, [local[value.name] for _, value in tensor_arguments(node)], tail)
     schema = [argument.name for argument in node.target._schema.arguments]
     ours = operator_of(node) is not None
     given = [(name if ours else "", value) for name, value in zip(schema, node.args, strict=False)]
@@ -112,14 +132,12 @@ def _instruction(instruction: Instruction, piece: SplitPiece, function: str, nam
     targets = [f'b["{names[name]}"]' for name in instruction.results]
     head, tail = f"{function}(", ")"
     call = piece.piece.nodes[0]
-    if instruction.kind is PieceKind.COLLECTIVE and operator_of(call) in (gather_rows, shard_rows):
-        head, tail = "communicator.shard([", "])"
-        if operator_of(call) is gather_rows:
-            head, tail = "communicator.gather([", f"], ordered={bool(call.args[2])})"
-        if len(targets) == 1:
+    if instruction.kind is PieceKind.COLLECTIVE:
+        head, tail = _communication(call)
+        if len(targets) == 1 and operator_of(call) in (gather_rows, shard_rows):
             targets = [f"({targets[0]},)"]
-    elif instruction.kind is PieceKind.COLLECTIVE:
-        head, tail = "communicator.reduce(", f", scatter={bool(call.args[2])})"
+    elif _moves_rows(piece):
+        operands.insert(0, "communicator")
     assignment = [f"{', '.join(targets)} = "] if targets else [""]
     if len(assignment[0]) > WIDTH // 2:
         assignment = ["(", *(f"    {target}," for target in targets), ") = "]

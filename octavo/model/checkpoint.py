@@ -100,17 +100,21 @@ class Checkpoint:
         (spec/model.md 3.11). Both are read-only views of mapped host memory, advised to be read at random; writing to
         one ends the process. Raises :class:`OctavoError` if the layer has no table.
         """
-        layers = self.config.text_config.engram_layer_ids
-        if layer not in layers:
-            raise OctavoError(f"layer {layer} has no Engram table; layers {list(layers)} have one")
         views = []
-        for name in (f"layers.{layer}.engram.embed.weight", f"layers.{layer}.engram.embed.scale"):
+        for name in self.engram_names(layer):
             self.stored(name)
             file = self.shards.locate(name)
             file.random_access(name)
             views.append(file.tensor(name))
         weight, scale = views
         return weight, scale
+
+    def engram_names(self, layer: int) -> tuple[str, str]:
+        """Names of weight and scale of a layer's table. Raises :class:`OctavoError` if it has none."""
+        layers = self.config.text_config.engram_layer_ids
+        if layer not in layers:
+            raise OctavoError(f"layer {layer} has no Engram table; layers {list(layers)} have one")
+        return f"layers.{layer}.engram.embed.weight", f"layers.{layer}.engram.embed.scale"
 
 
 def problem_lines(problems: dict[str, list[str]]) -> list[str]:

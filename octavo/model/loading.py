@@ -79,6 +79,21 @@ def load_parameters(
     _run(copies, progress)
 
 
+def load_engram_tables(
+    tables: Mapping[int, tuple[Tensor, Tensor]],
+    checkpoint: Checkpoint,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Copy the tables of Engram layers into (weight, scale) by layer, shaped as :meth:`Checkpoint.engram_table` has
+    them. ``progress(done, total)`` is called with bytes of the file. Raises :class:`OctavoError` as that does."""
+    copies = []
+    for layer, pair in tables.items():
+        for name, destination in zip(checkpoint.engram_names(layer), pair, strict=True):
+            checkpoint.stored(name)
+            copies.append(_Copy(name, checkpoint.shards.locate(name), destination))
+    _run(copies, progress)
+
+
 def _run(copies: list[_Copy], progress: Callable[[int, int], None] | None) -> None:
     """Copy in the order of the files, so that storage is read once and forwards."""
     copies.sort(key=lambda copy: (copy.file.path.name, copy.file.spans[copy.name].start))

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from octavo.kernels.operator import OPERATORS, Backend, Operator
+from octavo.kernels.collectives import Capturable
+from octavo.kernels.operator import OPERATORS, Backend, Contract, Operator
 
 VALUE = "val"
 """Meta key: the node's fake value, a tensor or a sequence of tensors."""
@@ -75,6 +76,9 @@ class Placement(enum.Enum):
     PARTIAL_RANK_MAJOR = "partial, rank-major"
 
 
+_NOT_ASKED = Capturable(False, "no ranks are there that could be asked whether theirs can be captured")
+
+
 @dataclass(frozen=True, slots=True)
 class PassContext:
     """What a compilation is for."""
@@ -82,9 +86,13 @@ class PassContext:
     ranks: int = 1
     sharded: bool = True
     """Rows are dealt over the ranks (prefill); else every rank has all rows and only expert sums move."""
+    replicated_experts: bool = False
+    """Every rank holds all experts, so that nothing moves for them; else each holds a part of them."""
     device: str = "cpu"
     backends: Mapping[str, str] = field(default_factory=dict)
     """Chosen backend of each operator; ``reference`` unless named."""
+    collectives: Capturable = _NOT_ASKED
+    """Whether collectives may stand in captured segments; else each is an instruction of its own."""
     capturable: frozenset[str] | None = None
     """Operators that a test declares capturable; None asks the backends."""
 
@@ -149,6 +157,11 @@ def operator_of(node: Node) -> Operator[..., object] | None:
     if node.target.namespace != "octavo":
         return None
     return OPERATORS.get(node.target._schema.name.removeprefix("octavo::"))
+
+
+def contract_of(known: Operator[..., object], context: PassContext) -> Contract:
+    """What an operator asks for and gives where the context places the experts."""
+    return known.contract.complete() if context.replicated_experts else known.contract
 
 
 def backend_of(node: Node) -> Backend:

@@ -1,7 +1,8 @@
 """Pass 6: where a captured segment has to end, and why.
 
-Every operator whose chosen backend cannot be captured on this device is a *break*, collectives are instructions of
-their own, everything else belongs to *segments*. Neighbours of one kind merge; the order of nodes never changes.
+Every operator whose chosen backend cannot be captured on this device is a *break*, collectives that cannot are
+instructions of their own, everything else belongs to *segments*. Neighbours of one kind merge; the order of nodes never
+changes.
 """
 
 from __future__ import annotations
@@ -83,6 +84,8 @@ def _judge(node: Node, context: PassContext) -> tuple[PieceKind, str]:
     if known is None:
         return PieceKind.SEGMENT, ""
     if known.contract.collective:
+        if context.collectives.value:
+            return PieceKind.SEGMENT, ""
         return PieceKind.COLLECTIVE, f"{known.name}: rows move between ranks"
     elsewhere = [name for name, value in tensor_arguments(node) if _device(value) != context.device]
     if elsewhere:

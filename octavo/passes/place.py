@@ -26,6 +26,7 @@ from octavo.passes.base import (
     PassContext,
     PassReport,
     Placement,
+    contract_of,
     operator_of,
     tensor_arguments,
 )
@@ -106,7 +107,7 @@ def check_needs(node: Node, context: PassContext) -> None:
     if known is None or known in _COLLECTIVES:
         return
     for name, argument in tensor_arguments(node):
-        need, placement = known.contract.arguments[name], argument.meta[PLACEMENT]
+        need, placement = contract_of(known, context).arguments[name], argument.meta[PLACEMENT]
         if placement not in _accepted(need, context):
             raise GraphError(
                 f"argument {name} needs {need.value} rows and is given {placement.value}: {argument}", node
@@ -147,7 +148,7 @@ def _propagate(compilation: Compilation, context: PassContext) -> _Plan:
         elif node.op == "call_function":
             known = operator_of(node)
             if known is not None:
-                plan.placements[node] = _operator(node, known.contract, context, plan)
+                plan.placements[node] = _operator(node, contract_of(known, context), context, plan)
             elif node.target is operator.getitem:
                 source, index = node.args
                 assert isinstance(source, Node) and isinstance(index, int)
@@ -278,7 +279,7 @@ def _insert(graph: Graph, plan: _Plan, context: PassContext) -> int:
     for consumer, value, ordered in plan.replaced:
         gathered = plan.gathers[value, ordered].gathered
         assert gathered is not None
-        _replace(consumer, value, gathered, Need.ORDERED if ordered else Need.EVERY)
+        _replace(consumer, value, gathered, Need.ORDERED if ordered else Need.EVERY, context)
     return added
 
 
@@ -297,19 +298,20 @@ def _insert_shards(graph: Graph, plan: _Plan, order: dict[Node, int], context: P
             plan.placements[node] = Placement.SHARDED
         for value, part in zip(together, parts, strict=True):
             for consumer in plan.sharded[value]:
-                _replace(consumer, value, part, Need.ROWS)
+                _replace(consumer, value, part, Need.ROWS, context)
         added += 1 + len(parts)
     return added
 
 
-def _replace(consumer: Node, value: Node, by: Node, need: Need) -> None:
+def _replace(consumer: Node, value: Node, by: Node, need: Need, context: PassContext) -> None:
     """The consumer reads ``by`` where its contract has this need; results of the graph have no contract."""
     known = operator_of(consumer)
     if known is None:
         consumer.replace_input_with(value, by)
         return
+    needs = contract_of(known, context).arguments
     consumer.args = tuple(
-        by if argument is value and known.contract.arguments.get(name) is need else argument
+        by if argument is value and needs.get(name) is need else argument
         for name, argument in zip((a.name for a in known.overload._schema.arguments), consumer.args, strict=False)
     )
 

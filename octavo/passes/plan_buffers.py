@@ -113,6 +113,15 @@ class PlanBuffers:
                 raise GraphError("crosses a boundary and has no buffer", node)
 
 
+def row_bytes(node: Node, context: PassContext) -> int:
+    """Bytes of a tensor of rows for each row of the bucket, on a rank, whether it has a buffer or not."""
+    value = node.meta[VALUE]
+    count = _rows_factor(node, context) * value.dtype.itemsize
+    for extent in value.shape[1:]:
+        count *= int(extent)
+    return int(count)
+
+
 def _crosses(node: Node, compilation: Compilation) -> bool:
     """Whether a value is needed beyond the piece that makes it."""
     if node.op == "placeholder":

@@ -5,27 +5,25 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-import tokenizers
 import torch
 import torch.distributed as dist
 
 from octavo.errors import OctavoError, UsageError
 from octavo.kernels.choice import Numerics, choose_backends, describe_backends
 from octavo.model.checkpoint import Checkpoint
-from octavo.model.config import SCALE_BLOCK, ModelConfig, TextConfig
+from octavo.model.config import ModelConfig, TextConfig
 from octavo.model.loading import load_parameters
 from octavo.model.memory import check_memory
 from octavo.model.model import Model, empty_model, resident_bytes
-from octavo.model.packaged import NANO, nano_path, packaged_file
-from octavo.model.prelude import EngramTable, Prelude, empty_tables, engram_tables
-from octavo.model.presets import cut_layers, preset
-from octavo.model.random_weights import fill_random, randomise
+from octavo.model.prelude import Prelude
+from octavo.model.random_weights import randomise
 from octavo.model.token_classes import pad_class, token_map
 from octavo.runtime.capacity import Capacity, plan_capacity, step_bytes
 from octavo.runtime.config import EngineConfig
+from octavo.runtime.engram_memory import EngramMemory, choose_engram_memory, load_tables, table_bytes
+from octavo.runtime.model_source import checkpoint_path, model_config_of, model_name, tokenizer_of
 from octavo.runtime.pools import Storage
 from octavo.runtime.tokenizer import Tokenizer
 
@@ -52,6 +50,8 @@ class Assembly:
     """Whether regions are compiled."""
     chunk: int
     """Most rows of a step, on all ranks together."""
+    replicated_experts: bool
+    """Every rank holds all experts."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -83,9 +83,11 @@ class Plan:
     device: torch.device
     numerics: Numerics
     weight_bytes: int
-    """On the device; Engram tables of a checkpoint stay mapped on the host."""
+    """On the device, Engram tables included where they lie there."""
+    engram: EngramMemory
+    """Where the Engram tables lie."""
     table_bytes: int
-    """Engram tables: of a checkpoint mapped once for all ranks, random ones among each rank's weights."""
+    """Of the Engram tables."""
     capacity: Capacity
     step_bytes: int
     """Estimated, for the most rows that the rank computes in a step."""
@@ -95,19 +97,10 @@ class Plan:
         """On the device: weights, state and a step."""
         return self.weight_bytes + self.capacity.bytes + self.step_bytes
 
-
-def checkpoint_path(config: EngineConfig) -> Path | None:
-    """The checkpoint to read, octavo-nano unless one is named; None for random weights."""
-    if config.weights == "random":
-        return None
-    return config.model if config.model is not None else nano_path()
-
-
-def model_name(config: EngineConfig) -> str:
-    """For people: the checkpoint's path, octavo-nano, or what the random weights are."""
-    if config.weights == "random":
-        return f"random {config.preset} weights (seed {config.weights_seed})"
-    return str(config.model) if config.model is not None else NANO
+    @property
+    def shared_bytes(self) -> int:
+        """Of host memory, once for all ranks of a host: copied Engram tables. Mapped ones can be dropped."""
+        return self.table_bytes if self.engram == "host" else 0
 
 
 def plan(config: EngineConfig, rank: int = 0) -> Plan:
@@ -118,20 +111,21 @@ def plan(config: EngineConfig, rank: int = 0) -> Plan:
     device = choose_device(config.device, local_rank(rank) if config.ranks > 1 else None)
     path = checkpoint_path(config)
     checkpoint = Checkpoint(path) if path is not None else None
-    model_config = checkpoint.config if checkpoint is not None else preset(config.preset or "")
-    if config.layers is not None:
-        model_config = cut_layers(model_config, config.layers)
+    model_config = model_config_of(config)
     text = model_config.text_config
-    experts = _share(_resident_experts(config, text), rank, config.ranks)
+    experts = _resident_experts(config, text)
+    if config.expert_placement == "sharded":
+        experts = _share(experts, rank, config.ranks)
     weight_bytes = resident_bytes(empty_model(model_config, torch.device("meta"), experts))
-    table_bytes = _table_bytes(text)
-    if checkpoint is None:
-        weight_bytes += table_bytes
+    engram, tables = choose_engram_memory(config), table_bytes(text)
+    if engram == "device":
+        weight_bytes += tables
     numerics = choose_numerics(config.numerics, device)
     storage = Storage.F32 if numerics == "plain" else Storage(config.kv_storage)
     step = step_bytes(text, most_rows(config))
-    capacity = plan_capacity(config, text, storage, device, weight_bytes, step)
-    return Plan(checkpoint, model_config, experts, device, numerics, weight_bytes, table_bytes, capacity, step)
+    shared = tables if engram == "host" and device.type == "cpu" else 0
+    capacity = plan_capacity(config, text, storage, device, weight_bytes + shared, step)
+    return Plan(checkpoint, model_config, experts, device, numerics, weight_bytes, engram, tables, capacity, step)
 
 
 def assemble(config: EngineConfig, progress: Progress | None = None, rank: int = 0) -> Assembly:
@@ -145,7 +139,7 @@ def assemble(config: EngineConfig, progress: Progress | None = None, rank: int =
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     inductor = choose_compiler(config.compile, planned.numerics, planned.device)
     checkpoint, model_config, experts, device = planned.checkpoint, planned.config, planned.experts, planned.device
-    check_memory(planned.needed_bytes, device)
+    check_planned(planned.needed_bytes, planned)
     tokenizer = tokenizer_of(config, model_config)
     classes = token_map(tokenizer.backend, model_config.text_config)
     model = empty_model(model_config, device, experts)
@@ -154,18 +148,44 @@ def assemble(config: EngineConfig, progress: Progress | None = None, rank: int =
         if config.layers is None and config.experts is None:
             checkpoint.check()
         load_parameters(model.official_parameters(), checkpoint, experts=experts, progress=loaded)
-        layers = model_config.text_config.engram_layer_ids
-        tables = engram_tables(model_config.text_config, [checkpoint.engram_table(layer) for layer in layers], device)
     else:
         randomise(model.official_parameters(), config.weights_seed, experts=experts, progress=loaded)
-        tables = _random_tables(model_config.text_config, config.weights_seed, device)
+    copied = functools.partial(progress, "Engram tables") if progress is not None else None
+    tables = load_tables(config, checkpoint, model_config.text_config, device, copied)
     ids = torch.from_numpy(classes).to(device)
     dtype = activation_dtype(planned.numerics)
     prelude = Prelude(model.embed, tables, ids, pad_class(classes, model_config.text_config), dtype)
-    backends = choose_backends(planned.numerics, device.type)
+    backends = choose_backends(planned.numerics, device.type, model_config.text_config)
     return Assembly(
-        model, prelude, tokenizer, planned.capacity, device, planned.numerics, backends, inductor, config.chunk
+        model,
+        prelude,
+        tokenizer,
+        planned.capacity,
+        device,
+        planned.numerics,
+        backends,
+        inductor,
+        config.chunk,
+        config.expert_placement == "replicated",
     )
+
+
+def check_planned(needed_bytes: int, planned: Plan) -> None:
+    """Raise :class:`OctavoError` unless ``needed_bytes`` fit on the device, and the tables that are copied to the host
+    beside them."""
+    host = torch.device("cpu")
+    if planned.device == host:
+        needed_bytes += planned.shared_bytes
+    try:
+        check_memory(needed_bytes, planned.device)
+        check_memory(planned.shared_bytes, host)
+    except OctavoError as error:
+        if not planned.shared_bytes:
+            raise
+        raise OctavoError(
+            f"{error} Copied Engram tables take {planned.shared_bytes / 2**30:.2f} GiB of the host (--engram host); "
+            "--engram mmap takes none."
+        ) from error
 
 
 def local_rank(rank: int) -> int:
@@ -241,23 +261,3 @@ def most_rows(config: EngineConfig) -> int:
         return config.chunk
     whole = max(config.max_requests, config.ranks - 1)
     return max(-(-config.chunk // config.ranks), min(whole, config.chunk))
-
-
-def tokenizer_of(config: EngineConfig, model_config: ModelConfig) -> Tokenizer:
-    """The checkpoint's tokenizer, or the one that the preset stands for."""
-    path = checkpoint_path(config)
-    if path is not None:
-        return Tokenizer.from_checkpoint(path, model_config)
-    packaged = packaged_file(config.preset or "", "tokenizer.json").decode("utf-8")
-    return Tokenizer(tokenizers.Tokenizer.from_str(packaged), model_config)
-
-
-def _table_bytes(text: TextConfig) -> int:
-    return sum(text.engram_num_embeddings) * (text.engram_head_dim + text.engram_head_dim // SCALE_BLOCK)
-
-
-def _random_tables(text: TextConfig, seed: int, device: torch.device) -> list[EngramTable]:
-    tables = empty_tables(text, device, device)
-    for layer, table in zip(text.engram_layer_ids, tables, strict=True):
-        fill_random(f"layers.{layer}.engram.embed.weight", table.weight, table.scale, seed)
-    return tables

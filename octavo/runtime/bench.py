@@ -16,6 +16,7 @@ from torch import Tensor
 
 import octavo
 from octavo.errors import UsageError
+from octavo.graphs.tables import size
 from octavo.model.packaged import packaged_file
 from octavo.model.presets import preset
 from octavo.runtime.answer_text import AnswerText
@@ -69,7 +70,15 @@ def measure_engine(engine: Engine, load: Load, seed: int = 0) -> dict[str, Any]:
         "microseconds_per_step": {
             part: (after["seconds"][part] - before["seconds"][part]) / steps * 1e6 for part in after["seconds"]
         },
+        "traffic_per_step": _traffic(before["traffic"], after["traffic"], steps),
     }
+
+
+def _traffic(before: dict[str, float] | None, after: dict[str, float] | None, steps: int) -> dict[str, float] | None:
+    """Collectives, bytes and seconds a step; None for one rank."""
+    if before is None or after is None:
+        return None
+    return {name: (after[name] - before[name]) / steps for name in after}
 
 
 def measure_scheduler(requests: int, steps: int = 300) -> dict[str, Any]:
@@ -155,6 +164,13 @@ def report_lines(report: dict[str, Any]) -> list[str]:
     for name, label in (("time_to_first_token", "first token"), ("time_per_output_token", "each later token")):
         values = "  ".join(f"{percentile} {value * 1e3:.1f} ms" for percentile, value in engine[name].items())
         lines.append(f"{label:<18}{values}")
+    traffic = engine["traffic_per_step"]
+    if traffic is not None:
+        share = traffic["seconds"] * engine["steps"] / engine["seconds"]
+        lines.append(
+            f"between ranks     {traffic['collectives']:10.1f} collectives a step, {size(traffic['bytes_sent'])} sent, "
+            f"{share:.0%} of rank 0's time (waiting for others included)"
+        )
     lines.append("a decode step beside the model, microseconds (model stubbed, median):")
     for entry in report["scheduler"]:
         parts = "  ".join(f"{part} {value:.0f}" for part, value in entry["microseconds"].items())

@@ -114,8 +114,7 @@ class Bodies:
         return Variant(self._program(self.compilation, modules), self._program(alone, light), regions)
 
     def _program(self, compilation: Compilation, modules: Mapping[int, GraphModule]) -> Program:
-        calls = {number: module.forward for number, module in modules.items()}
-        program = Program(compilation, self._resident, self.buckets, self.assembly.device, calls=calls)
+        program = Program(compilation, self._resident, self.buckets, self.assembly.device, modules=modules)
         program.warm_up()
         return program
 

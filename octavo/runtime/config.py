@@ -43,7 +43,23 @@ class EngineConfig:
         "device likes. plain: F32 without quantisation, for comparison. auto: fast on CUDA, reference on the CPU.",
         "auto",
     )
+    engram: Literal["auto", "device", "host", "mmap"] = option(
+        "Where the Engram tables lie. mmap: in the checkpoint's files, which all ranks of a host map. host: copied to "
+        "memory that the ranks of a host share. device: on the device of every rank. auto: mmap, and device for random "
+        "weights.",
+        "auto",
+    )
     ranks: int = option("Processes that share every step: rows and experts are dealt over them.", 1)
+    expert_placement: Literal["sharded", "replicated"] = option(
+        "sharded: of the routed experts every rank holds a part and computes it for all rows. replicated: every rank "
+        "holds all of them and computes its own rows, so that less moves between ranks.",
+        "sharded",
+    )
+    collectives: Literal["between", "captured"] = option(
+        "between: every collective is an instruction of its own between captured segments. captured: part of a "
+        "segment's CUDA graph, if all ranks find at start that NCCL can be captured and replayed.",
+        "between",
+    )
     chunk: int = option("Most rows that one step computes; longer prompts take several steps.", 8192)
     max_requests: int = option("Requests in work at once; more wait.", 256)
     max_model_len: int | None = option("Longest prompt and answer together. Default: what model and room allow.", None)
@@ -89,6 +105,8 @@ class EngineConfig:
             raise UsageError("--preset goes with --weights random; --model PATH names a checkpoint to read")
         if self.weights == "random" and (self.preset is None or self.model is not None):
             raise UsageError("--weights random takes --preset NAME (tiny, mini, slice or released) and no --model")
+        if self.weights == "random" and self.engram == "mmap":
+            raise UsageError("--engram mmap maps a checkpoint's files; --weights random has none: use host or device")
 
     def _check(self, name: str, low: float, high: float, rule: str) -> None:
         value = getattr(self, name)

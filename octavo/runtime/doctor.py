@@ -110,14 +110,17 @@ def model_checks(config: EngineConfig) -> list[Check]:
     one, ranks = planned.first, config.ranks
     text = one.config.text_config
     weights = (
-        f"{text.num_hidden_layers} layers, {len(one.experts) * ranks} of {text.n_routed_experts} experts"
+        f"{text.num_hidden_layers} layers, {planned.ranks[-1].planned.experts.stop} of {text.n_routed_experts} experts"
         f"{f' on {ranks} ranks' if ranks > 1 else ''}: {ranks * one.weight_bytes / _GIB:.2f} GiB on {one.device.type}"
     )
     place = "each GPU, at least" if planned.sharers < ranks else str(one.device)
-    memory = f"{planned.needed_bytes / _GIB:.2f} GiB needed, {planned.free_bytes / _GIB:.2f} GiB available on {place}"
+    needed = planned.needed_bytes + (one.shared_bytes if one.device.type == "cpu" else 0)
+    memory = f"{needed / _GIB:.2f} GiB needed, {planned.free_bytes / _GIB:.2f} GiB available on {place}"
     missing = sum(rank.free_bytes is None for rank in planned.ranks)
     if missing:
-        memory = f"{planned.needed_bytes / _GIB:.2f} GiB needed on each GPU; {missing} of {ranks} GPUs are not there"
+        memory = f"{needed / _GIB:.2f} GiB needed on each GPU; {missing} of {ranks} GPUs are not there"
+    if one.shared_bytes and one.device.type != "cpu":
+        memory += f"; Engram tables need {one.shared_bytes / _GIB:.2f} GiB of the host"
     remedy = "fewer --layers or --experts, smaller --kv-tokens or --chunk, or another --device"
     return [
         Check(name="model", ok=True, detail=weights),

@@ -24,6 +24,7 @@ from octavo.runtime.prompt import encode_chat
 from octavo.runtime.ranks.launch import Others, start_others
 from octavo.runtime.ranks.leader import Leader
 from octavo.runtime.ranks.start import follow, rank_runner, with_common_capacity
+from octavo.runtime.ranks.traffic import Traffic
 from octavo.runtime.rehearsal import with_measured_capacity
 from octavo.runtime.request import Answer, Delta, FinishReason, Request
 from octavo.runtime.runner import Runner
@@ -71,6 +72,7 @@ class EngineBase:
         self.config = config
         buckets = ladders(config.buckets, config.chunk, config.max_requests, config.ranks)
         self._leader: Leader | None = None
+        self._traffic: Traffic | None = None
         others = start_others(self.config, follow)
         try:
             self._start(buckets, others, progress)
@@ -106,7 +108,8 @@ class EngineBase:
         if others is None:
             runner = Runner(assembly, buckets, self.config.graphs, self.config.dump_dir, compiled)
         else:
-            runner = rank_runner(assembly, self.config, compiled)
+            self._traffic = Traffic()
+            runner = rank_runner(assembly, self.config, compiled, self._traffic)
             self._leader = Leader(runner, others)
         ready = time.perf_counter()
         self._programs = runner.programs
@@ -118,7 +121,8 @@ class EngineBase:
             *self._programs.timeline,
         ]
         """Phases of the start and their seconds; together all of it."""
-        self._loop = EngineLoop(EngineCore(scheduler, self._leader or runner), self.config.step_deadline)
+        waits_for = others.stopped if others is not None else str
+        self._loop = EngineLoop(EngineCore(scheduler, self._leader or runner), self.config.step_deadline, waits_for)
         if others is not None:
             others.on_failure(lambda failure: self._loop.fail(EngineFailure(f"The engine ended: {failure}")))
 
@@ -162,7 +166,7 @@ class EngineBase:
         return items
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the start, seconds by part of a step, and what is in use now."""
+        """Counters since the start, seconds by part of a step, and what is in use now; of several ranks, rank 0's."""
 
         def read(core: EngineCore) -> dict[str, Any]:
             scheduler = core.scheduler
@@ -173,6 +177,7 @@ class EngineBase:
                 "free_pages": scheduler.pages.free,
                 "replays": dict(sorted(self._programs.replays.items())),
                 "not_replayed": {reason.value: count for reason, count in self._programs.not_replayed.items()},
+                "traffic": asdict(self._traffic) if self._traffic is not None else None,
             }
 
         answer = self._loop.ask(read)

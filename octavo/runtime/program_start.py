@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from octavo.graphs.buckets import worst_padding
 from octavo.graphs.cuda import Recorder
@@ -25,7 +26,7 @@ from octavo.runtime.assemble import Assembly
 from octavo.runtime.config import GraphMode
 from octavo.runtime.parts import Part
 from octavo.runtime.pools import Pools
-from octavo.runtime.step_program import Compiled, StepProgram, compile_part
+from octavo.runtime.step_program import Compiled, Exported, StepProgram, compile_part, export_part
 
 RESERVE = 1.15
 """Times the peak of an eager step that is kept free: allocators keep more than what is asked of them."""
@@ -76,9 +77,14 @@ def start_programs(
     advance()
     times = [time.perf_counter()]
     compiled = []
+    exports: dict[nn.Module, Exported] = {}
     for each in plan:
         writer = DumpWriter(dump_dir / each.part.name) if dump_dir is not None else None
-        compiled.append(compile_part(each.part, each.buckets, each.context, writer))
+        known = exports.get(each.part.module)
+        exported = exports.setdefault(each.part.module, known or export_part(each.part))
+        # The seconds of a part that has two placements are those of the first.
+        counted = exported if known is None else dataclasses.replace(exported, seconds=0.0)
+        compiled.append(compile_part(each.part, each.buckets, each.context, writer, counted))
         advance()
     times.append(time.perf_counter())
     if assembly.inductor:
@@ -100,10 +106,15 @@ def start_programs(
         compiler = "inductor" if assembly.inductor else "none"
         _dump(dump_dir, [title, f"compile {compiler}, torch {torch.__version__}"], compiled, programs)
     times.append(time.perf_counter())
-    regions = [f"{each.part.name}: {each.regions.describe()}" for each in compiled if each.regions is not None]
+    told = [title]
+    if communicator is not None:
+        capturable = communicator.capturable
+        where = "in captured segments" if capturable.value else "between segments"
+        told.append(f"collectives {where}: {capturable.reason}")
+    told += [f"{each.part.name}: {each.regions.describe()}" for each in compiled if each.regions is not None]
     return Started(
         programs,
-        "\n".join((title, *regions)),
+        "\n".join(told),
         _timeline(compiled, times, assembly.inductor, captured, dump_dir is not None),
         _plan_hash(compiled) if communicator is not None else "",
     )

@@ -57,10 +57,14 @@ class Programs:
         text, dtype = assembly.config.text_config, assembly.dtype
         prelude, body = prelude_part(assembly.prelude, pools), body_part(assembly.model.body, text, pools, dtype)
         epilogue = epilogue_part(assembly.model.head, text, dtype, assembly.device)
-        context = PassContext(device=assembly.device.type, backends=assembly.backends)
+        context = PassContext(
+            device=assembly.device.type, backends=assembly.backends, replicated_experts=assembly.replicated_experts
+        )
         plan = []
         for sharded, ladder in buckets.items():
             placed = dataclasses.replace(context, ranks=self._ranks, sharded=sharded)
+            if communicator is not None:
+                placed = dataclasses.replace(placed, collectives=communicator.capturable)
             suffix = "" if self._ranks == 1 else "-sharded" if sharded else "-replicated"
             for part in (prelude, body):
                 plan.append(Planned(dataclasses.replace(part, name=part.name + suffix), ladder, placed))

@@ -12,12 +12,18 @@ import torch
 from octavo.errors import OctavoError, UsageError
 from octavo.graphs.tables import ranges, size, table
 from octavo.kernels.paging import PAGE_TOKENS
-from octavo.model.memory import available_memory, check_memory
-from octavo.runtime.assemble import Plan, choose_device, plan
+from octavo.model.memory import available_memory
+from octavo.runtime.assemble import Plan, check_planned, choose_device, plan
 from octavo.runtime.config import EngineConfig
+from octavo.runtime.engram_memory import EngramMemory
 
 _SIZES = ("weights", "requests", "tokens", "state", "step (estimated)", "needed", "free")
 _HEADINGS = ("ranks", "device", "experts", *_SIZES)
+_WHERE: dict[EngramMemory, str] = {
+    "mmap": "mapped on the host once",
+    "host": "copied to the host once",
+    "device": "among the weights of each rank",
+}
 _GIB = 2**30
 _MOST_GPUS = 64
 """Of a host. PyTorch holds the index of a device in a signed byte."""
@@ -50,7 +56,7 @@ class EnginePlan:
 
     @property
     def needed_bytes(self) -> int:
-        """On a device, by all ranks that share it."""
+        """On a device, by all ranks that share it; tables that they share on the host are not counted."""
         return self.sharers * self.first.needed_bytes
 
     @property
@@ -60,7 +66,10 @@ class EnginePlan:
 
     @property
     def fits(self) -> bool:
-        return self.needed_bytes <= self.free_bytes
+        host, shared = torch.device("cpu"), self.first.shared_bytes
+        if self.first.device == host:
+            return self.needed_bytes + shared <= self.free_bytes
+        return self.needed_bytes <= self.free_bytes and (not shared or shared <= available_memory(host))
 
     def lines(self) -> list[str]:
         """A table for people, consecutive equal ranks in one row, and one line of totals."""
@@ -76,8 +85,7 @@ class EnginePlan:
         if self.sharers > 1:
             text += f" on {one.device}, whose free memory they share"
         if one.table_bytes:
-            text += f"; Engram tables {size(one.table_bytes)}, "
-            text += "mapped on the host once" if one.checkpoint is not None else "among the weights of each rank"
+            text += f"; Engram tables {size(one.table_bytes)}, {_WHERE[one.engram]}"
         return text
 
 
@@ -97,11 +105,12 @@ def plan_ranks(config: EngineConfig, *, every_device: bool = False) -> EnginePla
         raise UsageError(f"--ranks {config.ranks}: at most {_MOST_GPUS} ranks have a GPU each. Use fewer.")
     if least is not config and first.needed_bytes * (1 if own_devices else config.ranks) <= free:
         first = plan(config)
-    count = len(first.experts)
+    count = len(first.experts) if config.expert_placement == "sharded" else 0
     ranks = []
     for rank in range(config.ranks):
         device = torch.device("cuda", rank) if own_devices else first.device
-        planned = dataclasses.replace(first, experts=range(rank * count, (rank + 1) * count), device=device)
+        experts = range(first.experts.start + rank * count, first.experts.stop + rank * count)
+        planned = dataclasses.replace(first, experts=experts, device=device)
         ranks.append(RankPlan(rank, planned, _free(device) if own_devices and every_device else free))
     return EnginePlan(tuple(ranks))
 
@@ -117,7 +126,7 @@ def check_ranks(config: EngineConfig) -> None:
     planned = plan_ranks(config)
     one = planned.first
     try:
-        check_memory(planned.needed_bytes, one.device)
+        check_planned(planned.needed_bytes, one)
     except OctavoError as error:
         each = (
             f"The weights of a rank take {one.weight_bytes / _GIB:.2f} GiB, its state {one.capacity.bytes / _GIB:.2f} "
@@ -131,15 +140,19 @@ def fitting_ranks(config: EngineConfig) -> str:
     """A sentence: the smallest number of ranks that fits on devices like rank 0's, or that there is none."""
     config = dataclasses.replace(config, device=config.device.partition(":")[0])  # each rank has a GPU of its own
     planned = plan_ranks(config)
-    experts = len(planned.first.experts) * config.ranks
-    counts = [count for count in range(1, min(experts, _MOST_GPUS) + 1) if experts % count == 0]
+    if config.expert_placement == "sharded":
+        experts = len(planned.first.experts) * config.ranks
+        counts = [count for count in range(1, min(experts, _MOST_GPUS) + 1) if experts % count == 0]
+        dealt = f" over which {experts} experts can be dealt"
+    else:
+        counts, dealt = list(range(1, _MOST_GPUS + 1)), ", with all experts on each,"
     sharing = planned.sharers > 1 or planned.first.device.type == "cpu"
     if sharing:  # the more ranks there are, the more they need together
         counts = [1]
     # Ranks on devices of their own need the less each.
     place = bisect.bisect_left(counts, True, key=lambda count: _fits(config, count))
     if place == len(counts):
-        return f"No number of ranks over which {experts} experts can be dealt fits here."
+        return f"No number of ranks{dealt} fits here."
     found = counts[place]
     text = f"The smallest number of ranks that fits is {found} (--ranks {found})"
     if not sharing and found > torch.cuda.device_count():
@@ -181,10 +194,16 @@ def _row(group: list[RankPlan]) -> tuple[str, ...]:
     one = first.planned
     devices = dict.fromkeys(str(each.planned.device) for each in (first, last))
     experts = [ranges(each.planned.experts) for each in (first, last)]
+    if first is last:
+        held = experts[0]
+    elif experts[0] == experts[1]:
+        held = f"{experts[0]} on each"
+    else:
+        held = f"{' to '.join(experts)}, {len(one.experts)} each"
     return (
         ranges([each.rank for each in group]),
         " to ".join(devices),
-        experts[0] if first is last else f"{' to '.join(experts)}, {len(one.experts)} each",
+        held,
         size(one.weight_bytes),
         str(one.capacity.sizes.slots),
         f"{one.capacity.tokens:,}",

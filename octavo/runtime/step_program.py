@@ -18,7 +18,7 @@ from torch import Tensor
 
 from octavo.errors import UsageError
 from octavo.graphs.buckets import bucket_for, check_buckets, ladder, thinned
-from octavo.graphs.compile import compilation_of, input_names, leaves_of
+from octavo.graphs.compile import compilation_of, copy_of, input_names, leaves_of
 from octavo.graphs.cuda import Recorder
 from octavo.graphs.dump import DumpWriter
 from octavo.graphs.inductor import CompiledRegions
@@ -107,17 +107,36 @@ class Compiled:
         return sum(result.seconds for result in self.passes)
 
 
-def compile_part(
-    part: Part, buckets: tuple[int, ...], context: PassContext, dump: DumpWriter | None = None
-) -> Compiled:
-    """Export and rewrite a part."""
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """A part before all passes."""
+
+    compilation: Compilation
+    seconds: float
+
+
+def export_part(part: Part) -> Exported:
     began = time.perf_counter()
-    compilation = compilation_of(part.module, part.inputs, classify)
-    exported = time.perf_counter() - began
+    return Exported(compilation_of(part.module, part.inputs, classify), time.perf_counter() - began)
+
+
+def compile_part(
+    part: Part,
+    buckets: tuple[int, ...],
+    context: PassContext,
+    dump: DumpWriter | None = None,
+    exported: Exported | None = None,
+) -> Compiled:
+    """Rewrite a part, or a copy of its export if it is given."""
+    if exported is None:
+        exported = export_part(part)
+        compilation = exported.compilation
+    else:
+        compilation = copy_of(exported.compilation)
     if dump is not None:
         dump.captured(compilation)
     passes = run_passes(compilation, context, after=dump.after if dump is not None else None)
-    return Compiled(part, buckets, compilation, context, passes, exported, dump)
+    return Compiled(part, buckets, compilation, context, passes, exported.seconds, dump)
 
 
 class StepProgram:
@@ -148,10 +167,8 @@ class StepProgram:
         resident: dict[str, Tensor] = dict(part.module.named_parameters()) | dict(part.module.named_buffers())
         resident |= {path: leaf for path, leaf in leaves_of(part.inputs) if classify(path).kind is InputKind.POOL}
         device = next(iter(leaves_of(part.inputs)))[1].device
-        calls = {}
-        if compiled.regions is not None:
-            calls = {number: module.forward for number, module in compiled.regions.modules.items()}
-        self._program = Program(compiled.compilation, resident, buckets, device, communicator, calls)
+        modules = compiled.regions.modules if compiled.regions is not None else None
+        self._program = Program(compiled.compilation, resident, buckets, device, communicator, modules)
         # Gathered rows lie rank by rank, so padding moves them.
         self._row_invariant = set(compiled.context.backends.values()) == {"reference"} and compiled.context.ranks == 1
         self._names = input_names(compiled.compilation)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,6 +47,37 @@ def test_reference_equals_one_gpu(graphs: str) -> None:
     for settings in (config(numerics="reference", ranks=1), config(numerics="reference", graphs=graphs)):
         with Engine(settings) as engine:
             answers.append([(r.ids, r.answers[0].logprobs) for r in engine.generate(prompts, params)])
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("experts", ["sharded", "replicated"])
+def test_collectives_are_captured(experts: str, tmp_path: Path) -> None:
+    """Where the probe at start says so: no collective is left between segments, and replay equals one GPU's answer."""
+    prompts = [[300 + i] * (3 + 20 * i) for i in range(4)]
+    params = SamplingParams(max_tokens=6, logprobs=1)
+    with Engine(config(numerics="reference", ranks=1)) as engine:
+        expected = [(r.ids, r.answers[0].logprobs) for r in engine.generate(prompts, params)]
+    captured = config(
+        numerics="reference", expert_placement=experts, collectives="captured", dump_dir=tmp_path / "dump"
+    )
+    with Engine(captured) as engine:
+        assert "collectives in captured segments: NCCL was captured and replayed" in engine.describe()
+        assert [(r.ids, r.answers[0].logprobs) for r in engine.generate(prompts, params)] == expected
+    for name in ("body-sharded", "body-replicated"):
+        report = json.loads((tmp_path / "dump" / name / "report.json").read_text())
+        assert report["collectives_captured"]["value"]
+        assert "collective" not in {piece["kind"] for piece in report["pieces"]}
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("engram", ["device", "host", "mmap"])
+def test_engram_tables(engram: str) -> None:
+    prompts = [[300 + i] * (3 + 20 * i) for i in range(4)]
+    answers = []
+    for settings in (config(ranks=1, numerics="reference"), config(engram=engram, numerics="reference")):
+        with Engine(settings) as engine:
+            answers.append([r.ids for r in engine.generate(prompts, SamplingParams(max_tokens=6))])
     assert answers[0] == answers[1]
 
 

@@ -17,7 +17,7 @@ from octavo.graphs.buckets import bucket_for, local_rows
 from octavo.graphs.compile import compilation_of, input_names
 from octavo.graphs.emulation import EmulatedCommunicator, run_ranks
 from octavo.graphs.program import Program
-from octavo.kernels.collectives import Communicator, gather_rows, reduce_rows
+from octavo.kernels.collectives import Capturable, Communicator, gather_rows, reduce_rows
 from octavo.kernels.experts import experts
 from octavo.model.config import ModelConfig
 from octavo.model.inputs import Rows
@@ -101,10 +101,22 @@ def run_all(
 
 @cache
 def compiled(
-    ranks: int = 1, rank: int = 0, sharded: bool = True, capturable: frozenset[str] | None = None
+    ranks: int = 1,
+    rank: int = 0,
+    sharded: bool = True,
+    capturable: frozenset[str] | None = None,
+    captured: bool = False,
+    replicated_experts: bool = False,
 ) -> Compilation:
-    """Finished, shared by all tests: not to be changed."""
-    return run_all(fresh(ranks, rank), PassContext(ranks=ranks, sharded=sharded, capturable=capturable))
+    """Finished, shared by all tests: not to be changed. ``captured``: collectives may stand in segments."""
+    context = PassContext(
+        ranks=ranks,
+        sharded=sharded,
+        capturable=capturable,
+        replicated_experts=replicated_experts,
+        collectives=Capturable(captured, "as the test says"),
+    )
+    return run_all(fresh() if replicated_experts else fresh(ranks, rank), context)
 
 
 def layer_nodes(compilation: Compilation, name: str, layer: int | None = None) -> list[Node]:
@@ -228,10 +240,11 @@ class RankProgram:
         buckets: tuple[int, ...] = BUCKETS,
         communicator: Communicator | None = None,
         compilation: Compilation | None = None,
+        all_experts: bool = False,
     ) -> None:
         compilation = compilation or compiled(ranks, rank, sharded)
         self.rank, self.ranks, self.sharded = rank, ranks, sharded
-        self.resident = resident_tensors(rank, ranks, pools)
+        self.resident = resident_tensors(0, 1, pools) if all_experts else resident_tensors(rank, ranks, pools)
         self.program = Program(compilation, self.resident, buckets, CPU, communicator)
         self.names = input_names(compilation)
         self.program.warm_up()
@@ -264,11 +277,15 @@ def run_on_ranks(
     *,
     buckets: tuple[int, ...] = BUCKETS,
     wrap: Callable[[EmulatedCommunicator], Communicator] | None = None,
+    captured: bool = False,
+    replicated_experts: bool = False,
 ) -> tuple[list[list[StepResult]], list[Pools]]:
     """Replay the steps in turn on emulated ranks -> results by rank and step; and every rank's pools."""
     pools = [new_pools() for _ in range(ranks)]
-    for rank in range(ranks):
-        compiled(ranks, rank, sharded)
+    compilations = [
+        compiled(ranks, rank, sharded, captured=captured, replicated_experts=replicated_experts)
+        for rank in range(ranks)
+    ]
 
     def work(communicator: EmulatedCommunicator) -> list[StepResult]:
         rank = communicator.rank
@@ -279,6 +296,8 @@ def run_on_ranks(
             sharded=sharded,
             buckets=buckets,
             communicator=wrap(communicator) if wrap else communicator,
+            compilation=compilations[rank],
+            all_experts=replicated_experts,
         )
         return [StepResult(program.step(each), state_digest(pools[rank])) for each in steps]
 

@@ -201,7 +201,7 @@ class Faulty:
     """Carries out one value of one collective wrongly, in shape: a rank's own rows instead of everybody's."""
 
     def __init__(self, honest: EmulatedCommunicator, fault: int) -> None:
-        self.rank, self.ranks = honest.rank, honest.ranks
+        self.rank, self.ranks, self.capturable = honest.rank, honest.ranks, honest.capturable
         self._honest = honest
         self._fault = fault
         self.moved = 0

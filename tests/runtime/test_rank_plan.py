@@ -78,6 +78,21 @@ def test_ranks_are_planned_as_they_are_loaded(ranks: int) -> None:
     assert planned.needed_bytes == ranks * (last.weight_bytes + last.capacity.bytes + last.step_bytes)
 
 
+def test_replicated_experts(host_with: FreeMemory) -> None:
+    """Every rank holds all of them, so any number of ranks will do."""
+    settings = config(ranks=3, expert_placement="replicated", engram="host")
+    planned = plan_ranks(settings)
+    assert [one.planned.experts for one in planned.ranks] == [range(8)] * 3
+    assert planned.first.weight_bytes == plan_ranks(config()).first.weight_bytes
+    check_ranks(settings)
+    checks = {check.name: check for check in doctor.model_checks(settings)}
+    assert "8 of 8 experts on 3 ranks" in checks["model"].detail and "0-7 on each" in checks["ranks"].detail
+    loaded = assemble(config(ranks=3, expert_placement="replicated"), rank=2)
+    assert loaded.model.experts == range(8) and resident_bytes(loaded.model) == planned.first.weight_bytes
+    host_with(1)
+    assert fitting_ranks(settings) == "No number of ranks, with all experts on each, fits here."
+
+
 def test_a_rank_may_compute_a_whole_decode_step() -> None:
     planned = plan_ranks(config(ranks=4, max_requests=20)).first
     assert planned.step_bytes == step_bytes(planned.config.text_config, 20)

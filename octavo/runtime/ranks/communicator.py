@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.kernels.collectives import restored, shard_of
+from octavo.kernels.collectives import Capturable, restored, shard_of
 
 _AT_ONCE = 1 << 17
 """Bytes of a sum up to which every rank sends all it has to all: one message instead of two, but more bytes."""
@@ -25,6 +25,7 @@ class GroupCommunicator:
         group = dist.group.WORLD
         assert group is not None, "no process group"
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.capturable = Capturable(False, "--collectives between")
         self._name = group.group_name
 
     def shard(self, values: list[Tensor]) -> list[Tensor]:

@@ -27,7 +27,11 @@ class Others(Protocol):
         ...
 
     def explain(self, error: Exception) -> Exception:
-        """The failure behind a broken collective, or the error itself if no rank has ended."""
+        """The failure behind a broken collective, or the error itself if it is no other rank's."""
+        ...
+
+    def stopped(self) -> str:
+        """A sentence that names ranks which are stopped, as by SIGSTOP; empty if none is seen to be."""
         ...
 
     def stop(self, force: bool = False) -> None:

@@ -12,12 +12,16 @@ import torch
 import torch.distributed as dist
 
 import octavo
-from octavo.runtime.assemble import Assembly, assemble, checkpoint_path
+from octavo.runtime.assemble import Assembly, assemble
 from octavo.runtime.config import EngineConfig
+from octavo.runtime.engram_memory import choose_engram_memory
+from octavo.runtime.model_source import checkpoint_path
 from octavo.runtime.ranks.agreement import agree, exchange
+from octavo.runtime.ranks.capture_probe import probe_capture
 from octavo.runtime.ranks.communicator import GroupCommunicator
 from octavo.runtime.ranks.group import all_ranks
 from octavo.runtime.ranks.messages import Pick, StepPlan, receive
+from octavo.runtime.ranks.traffic import CountedCommunicator, Traffic
 from octavo.runtime.rehearsal import with_measured_capacity
 from octavo.runtime.runner import Runner
 from octavo.runtime.step_program import ladders
@@ -39,7 +43,9 @@ def with_common_capacity(assembly: Assembly, config: EngineConfig) -> Assembly:
             "backends": assembly.backends,
             "compile": assembly.inductor,
             "graphs": config.graphs,
-            "layers and experts": [config.layers, config.experts],
+            "collectives": config.collectives,
+            "layers and experts": [config.layers, config.experts, config.expert_placement],
+            "Engram tables": choose_engram_memory(config),
         },
         group,
     )
@@ -52,16 +58,26 @@ def with_common_capacity(assembly: Assembly, config: EngineConfig) -> Assembly:
     )
 
 
-def rank_runner(assembly: Assembly, config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> Runner:
-    """This rank's runner, whose programs are the same as all others'. Raises :class:`OctavoError` if they are not."""
+def rank_runner(
+    assembly: Assembly,
+    config: EngineConfig,
+    progress: Callable[[int, int], None] | None = None,
+    traffic: Traffic | None = None,
+) -> Runner:
+    """This rank's runner, whose programs are the same as all others'; what it sends is added to ``traffic``.
+
+    Raises :class:`OctavoError` if the programs of ranks differ.
+    """
     communicator = GroupCommunicator()
+    if config.collectives == "captured":
+        communicator.capturable = probe_capture(communicator, assembly.device, all_ranks())
     runner = Runner(
         assembly,
         ladders(config.buckets, config.chunk, config.max_requests, config.ranks),
         config.graphs,
         config.dump_dir if communicator.rank == 0 else None,
         progress,
-        communicator,
+        CountedCommunicator(communicator, traffic or Traffic()),
     )
     agree({"programs": runner.programs.plan_hash}, all_ranks())
     return runner

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -97,9 +98,19 @@ class Workers:
         if not is_broken(error):
             return error
         end = time.monotonic() + _LAST_WORDS_SECONDS
-        while self.failure is None and time.monotonic() < end:
+        while self.failure is None and not self.stopped() and time.monotonic() < end:
             time.sleep(0.05)
-        return self.failure if self.failure is not None else error
+        if self.failure is not None:
+            return self.failure
+        why = self.stopped() or "All other ranks still run: one hangs, or needs longer than --step-deadline. "
+        return RankFailure(f"another rank did not answer. {why}({str(error).strip().partition(chr(10))[0]})")
+
+    def stopped(self) -> str:
+        """A sentence that names ranks which are stopped, as by SIGSTOP; empty if none is."""
+        ranks = [str(rank) for rank, process in enumerate(self._processes, start=1) if _is_stopped(process)]
+        if not ranks:
+            return ""
+        return f"Rank {ranks[0]} is stopped. " if len(ranks) == 1 else f"Ranks {', '.join(ranks)} are stopped. "
 
     def stop(self, force: bool = False) -> None:
         """End all workers and the process group. Those that do not end by themselves are killed, with ``force`` all."""
@@ -154,6 +165,14 @@ class Workers:
         if code is not None and code < 0:
             return f"killed by {signal.Signals(-code).name}"
         return f"exit code {code}{_UNGUARDED if not self._joined else ''}"
+
+
+def _is_stopped(process: BaseProcess) -> bool:
+    try:
+        status = Path(f"/proc/{process.pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:  # it has just ended
+        return False
+    return status.rpartition(")")[2].split()[0] in "Tt"
 
 
 def _main(
