@@ -20,8 +20,8 @@ from tests.teacher_forced import judge_fast, teacher_forced
 pytestmark = pytest.mark.timeout(300)
 """With empty caches Triton and Inductor compile for longer than a test usually may take."""
 
-ACCURACY = {"arithmetic": 0.96, "facts": 0.99, "recall@1k": 0.98}
-"""Least share of right answers of octavo-nano among 200: what 98.8 %, 100 % and 99.8 % in ``reference`` on the CPU
+ACCURACY = {"arithmetic": 0.96, "facts": 0.99, "recall@1k": 0.955}
+"""Least share of right answers of octavo-nano among 200: what 99.2 %, 100 % and 98.8 % as stored
 (tools/train_nano/README.md) give by chance alone in all but one of a thousand draws."""
 
 
