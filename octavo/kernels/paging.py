@@ -12,6 +12,11 @@ from torch import Tensor
 PAGE_TOKENS = 64
 
 
+def pages_for(tokens: int) -> int:
+    """Pages that hold so many tokens."""
+    return -(-tokens // PAGE_TOKENS)
+
+
 def ratio_of(pool: Tensor) -> int:
     """Tokens an entry of this pool stands for: pool [pages, PAGE_TOKENS / ratio, C]."""
     return PAGE_TOKENS // pool.shape[1]

@@ -16,7 +16,7 @@ from octavo.graphs.cuda import Recorder
 from octavo.graphs.inductor import CompiledRegions, compile_regions
 from octavo.graphs.program import Program
 from octavo.kernels.experts import experts
-from octavo.kernels.paging import PAGE_TOKENS
+from octavo.kernels.paging import pages_for
 from octavo.model.inputs import Tokens
 from octavo.passes.base import VALUE, Compilation, GraphInput, InputKind, PassContext, operator_of, tensor_arguments
 from octavo.passes.breaks import PieceKind
@@ -53,7 +53,7 @@ class Bodies:
         self.assembly, self.buckets = assembly, buckets
         text, capacity, device = assembly.config.text_config, assembly.capacity, assembly.device
         self._pools = Pools(text, capacity.sizes, capacity.storage, device)
-        pages = -(-buckets[-1] // PAGE_TOKENS)
+        pages = pages_for(buckets[-1])
         self._pools.page_table[0, :pages] = torch.arange(pages, dtype=torch.int32, device=device)
         part = body_part(assembly.model.body, text, self._pools, assembly.dtype)
         context = PassContext(device=device.type, backends=assembly.backends)

@@ -22,7 +22,7 @@ from torch import Tensor
 from octavo.errors import UsageError
 from octavo.graphs.tables import size, table
 from octavo.kernels.collectives import Capturable, restored, shard_of
-from octavo.kernels.paging import PAGE_TOKENS
+from octavo.kernels.paging import pages_for
 from octavo.runtime.assemble import Progress, assemble, plan
 from octavo.runtime.bench import describe_environment
 from octavo.runtime.config import EngineConfig
@@ -129,7 +129,7 @@ def measure_ranks(
                 lambda done, total: progress("programs", done, total),
                 communicator,
             )
-            pages = -(-max(prompts) // PAGE_TOKENS)
+            pages = pages_for(max(prompts))
             runner.set_pages([(0, page, page) for page in range(pages)])
             for prompt in prompts:
                 share: dict[str, Any] = {"cp": count, "prompt_tokens": prompt, "experts": held}

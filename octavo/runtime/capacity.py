@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from octavo.errors import OctavoError, UsageError
-from octavo.kernels.paging import PAGE_TOKENS
+from octavo.kernels.paging import PAGE_TOKENS, pages_for
 from octavo.model.config import TextConfig
 from octavo.model.memory import available_memory
 from octavo.runtime.config import EngineConfig
@@ -71,14 +71,14 @@ def plan_capacity(
         )
     longest = config.max_model_len or text.max_position_embeddings
     slots = config.max_requests
-    one = PoolSizes(slots=1, pages=1, max_pages=-(-longest // PAGE_TOKENS))
+    one = PoolSizes(slots=1, pages=1, max_pages=pages_for(longest))
     both = pool_bytes(text, one, storage)
     page_bytes = pool_bytes(text, PoolSizes(slots=1, pages=2, max_pages=one.max_pages), storage) - both
     request_bytes = both - page_bytes
-    useful = slots * -(-longest // PAGE_TOKENS)
+    useful = slots * pages_for(longest)
     if config.kv_tokens is not None or (config.memory_fraction is None and device.type == "cpu"):
         tokens = config.kv_tokens if config.kv_tokens is not None else DEFAULT_TOKENS_ON_CPU
-        pages = -(-tokens // PAGE_TOKENS)
+        pages = pages_for(tokens)
         longest = min(longest, tokens)
     else:
         fraction = config.memory_fraction if config.memory_fraction is not None else DEFAULT_FRACTION_ON_CUDA
@@ -98,5 +98,5 @@ def plan_capacity(
             f"--max-model-len {config.max_model_len}: there is room for {longest} tokens; raise --kv-tokens or "
             "--memory-fraction"
         )
-    sizes = PoolSizes(slots=slots, pages=pages, max_pages=-(-longest // PAGE_TOKENS))
+    sizes = PoolSizes(slots=slots, pages=pages, max_pages=pages_for(longest))
     return Capacity(sizes, storage, longest, request_bytes, page_bytes)

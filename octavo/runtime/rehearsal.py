@@ -12,7 +12,7 @@ import logging
 import torch
 
 from octavo.errors import OctavoError
-from octavo.kernels.paging import PAGE_TOKENS
+from octavo.kernels.paging import pages_for
 from octavo.runtime.assemble import Assembly, most_rows
 from octavo.runtime.capacity import plan_capacity
 from octavo.runtime.config import EngineConfig
@@ -41,7 +41,7 @@ def with_measured_capacity(assembly: Assembly, config: EngineConfig) -> Assembly
 def step_memory(assembly: Assembly, rows: int) -> int:
     """Bytes of static buffers, and :data:`RESERVE` times the peak of an eager step of ``rows`` rows, on the device."""
     device = assembly.device
-    pages = -(-rows // PAGE_TOKENS)
+    pages = pages_for(rows)
     slots = assembly.capacity.sizes.slots
     small = dataclasses.replace(assembly.capacity, sizes=PoolSizes(slots=slots, pages=pages, max_pages=pages))
     torch.cuda.empty_cache()

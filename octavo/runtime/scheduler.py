@@ -1,20 +1,25 @@
 """Which rows the next step computes: decode rows first, then prefill chunks, in one flat batch under a row budget.
 
-Requests are served first come, first served. When pages run out the youngest request gives its pages back and is
-computed again later (preemption by recomputation); chunked prefill equals whole prefill to the bit and noise is
-counter-based, so its answer does not change. The oldest request can always finish: alone, every request fits.
+Requests are served first come, first served, one prompt after the other. While a prompt takes more rows than a step
+has, short ones overtake it: whoever fits whole into half of its rows is computed beside it, so that a long prompt holds
+up no short one. When pages run out the youngest request gives its pages back and is computed again later (preemption by
+recomputation); chunked prefill equals whole prefill to the bit and noise is counter-based, so its answer does not
+change. The oldest request can always finish: alone, every request fits.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import attrgetter
 from typing import NamedTuple
 
 from octavo.errors import UsageError
-from octavo.kernels.paging import PAGE_TOKENS
+from octavo.kernels.paging import PAGE_TOKENS, pages_for
 from octavo.runtime.allocator import Allocator
+
+_ORDER = attrgetter("order")
 
 
 @dataclass(slots=True, eq=False)
@@ -71,9 +76,9 @@ class Scheduler:
         self.pages = Allocator("pages", pages)
         self.row_budget = row_budget
         self.max_length = min(max_length, pages * PAGE_TOKENS)
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
-        """In order of arrival."""
+        """Both in order of arrival."""
         self._arrivals = 0
         self._earliest = float("inf")
         """No deadline is before this."""
@@ -123,7 +128,7 @@ class Scheduler:
             work.sequence.computed = work.stop
 
     def check(self) -> None:
-        """Between two steps: slots and pages are where the sequences say, nothing is lost, nobody is overtaken."""
+        """Between two steps: slots and pages are where the sequences say, nothing is lost, one prompt is in part."""
         self.slots.check()
         self.pages.check()
         held = [page for sequence in self.running for page in sequence.pages]
@@ -132,9 +137,9 @@ class Scheduler:
         assert len(self.running) <= self.row_budget
         assert all(s.slot < 0 and not s.pages and not s.computed and not s.done for s in self.waiting)
         assert all(s.computed <= len(s.pages) * PAGE_TOKENS for s in self.running)
-        assert all(s.computed + 1 == len(s.tokens) for s in self.running[:-1]), "two prompts are computed in part"
-        orders = [sequence.order for sequence in (*self.running, *self.waiting)]
-        assert all(a < b for a, b in pairwise(orders))
+        assert sum(s.computed + 1 < len(s.tokens) for s in self.running) <= 1, "two prompts are computed in part"
+        for sequences in (self.running, self.waiting):
+            assert all(a.order < b.order for a, b in pairwise(sequences))
 
     def _expire(self, step: Step, now: float) -> None:
         """Take out what is past its deadline."""
@@ -154,38 +159,64 @@ class Scheduler:
                 step.rows += 1
 
     def _prefill_rows(self, step: Step) -> None:
-        """Go on with the prompt that is computed in part: the youngest, which has had its pages since its admission."""
-        sequence = self.running[-1] if self.running else None
-        if sequence is not None and len(sequence.tokens) - sequence.computed > 1:
-            self._chunk(step, sequence)
+        """Go on with the prompt that is computed in part, which has had its pages since its admission.
+
+        If it takes more rows than there are, prompts that fit whole into half of them come beside it.
+        """
+        part = next((s for s in self.running if s.computed + 1 < len(s.tokens)), None)
+        if part is None:
+            return
+        rows = self.row_budget - step.rows
+        long = len(part.tokens) - part.computed > rows
+        beside = self._overtaking(rows // 2) if long and not step.preempted else []
+        self._chunk(step, part, rows - sum(len(sequence.tokens) for sequence in beside))
+        for sequence in beside:
+            self._begin(step, sequence)
+
+    def _overtaking(self, rows: int) -> list[Sequence]:
+        """Waiting prompts that fit whole into so many rows; for those that they overtake, slots and pages are left."""
+        slots, pages = self.slots.free, self.pages.free
+        chosen = []
+        for sequence in self.waiting:
+            slots -= 1
+            pages -= pages_for(len(sequence.tokens))
+            if not rows or slots < 0 or pages < 0:
+                break
+            if len(sequence.tokens) <= rows:
+                chosen.append(sequence)
+                rows -= len(sequence.tokens)
+        return chosen
 
     def _admit(self, step: Step) -> None:
         """Give waiting sequences a slot, in order, while there are rows, slots, and pages for all their tokens.
 
-        Hence a prompt is complete before the next one is begun, and nobody runs without a row in every step. What was
-        preempted in this step stays out, for fewer pages are free now than it held.
+        Hence nobody runs without a row in every step. After a preemption nobody comes in: fewer pages are free than
+        were needed.
         """
-        while self.waiting and step.rows < self.row_budget and self.slots.free:
+        while self.waiting and step.rows < self.row_budget and self.slots.free and not step.preempted:
             sequence = self.waiting[0]
-            length = len(sequence.tokens)
-            if -(-length // PAGE_TOKENS) > self.pages.free:
+            if pages_for(len(sequence.tokens)) > self.pages.free:
                 return
-            self.waiting.popleft()
-            (sequence.slot,) = self.slots.allocate(1)
-            self._insert(sequence)
-            self._grow(step, sequence, length)
-            self._chunk(step, sequence)
+            self._begin(step, sequence)
 
-    def _chunk(self, step: Step, sequence: Sequence) -> None:
-        """As many of its tokens as there are rows left."""
+    def _begin(self, step: Step, sequence: Sequence) -> None:
+        """Give a waiting sequence a slot, pages for all its tokens, and rows."""
+        self.waiting.remove(sequence)
+        (sequence.slot,) = self.slots.allocate(1)
+        insort(self.running, sequence, key=_ORDER)
+        self._grow(step, sequence, len(sequence.tokens))
+        self._chunk(step, sequence, self.row_budget - step.rows)
+
+    def _chunk(self, step: Step, sequence: Sequence, rows: int) -> None:
+        """As many of its tokens as there are ``rows``."""
         start, length = sequence.computed, len(sequence.tokens)
-        stop = min(length, start + self.row_budget - step.rows)
+        stop = min(length, start + rows)
         step.work.append(Work(sequence, start, stop, stop == length))
         step.rows += stop - start
 
     def _reserve(self, step: Step, sequence: Sequence, length: int) -> bool:
         """Pages for ``length`` tokens, taken from younger sequences if need be; False if it gave way itself."""
-        missing = -(-length // PAGE_TOKENS) - len(sequence.pages)
+        missing = pages_for(length) - len(sequence.pages)
         while missing > self.pages.free:
             youngest = self.running[-1]
             self._preempt(step, youngest)
@@ -195,28 +226,23 @@ class Scheduler:
         return True
 
     def _grow(self, step: Step, sequence: Sequence, length: int) -> None:
-        missing = -(-length // PAGE_TOKENS) - len(sequence.pages)
+        missing = pages_for(length) - len(sequence.pages)
         if missing > 0:
             for page in self.pages.allocate(missing):
                 step.new_pages.append((sequence.slot, len(sequence.pages), page))
                 sequence.pages.append(page)
 
     def _preempt(self, step: Step, sequence: Sequence) -> None:
-        """Back to the head of the queue: it is older than everything there."""
+        """Back to its place in the queue: the head, unless it had overtaken others."""
         self.running.remove(sequence)
         self._release(sequence)
         sequence.computed = 0
         sequence.preemptions += 1
         step.preempted.append(sequence)
-        self.waiting.appendleft(sequence)
+        insort(self.waiting, sequence, key=_ORDER)
 
     def _release(self, sequence: Sequence) -> None:
         self.pages.release(sequence.pages)
         self.slots.release([sequence.slot])
         sequence.pages = []
         sequence.slot = -1
-
-    def _insert(self, sequence: Sequence) -> None:
-        """At the end: a preempted sequence returns before younger ones are admitted."""
-        assert not self.running or self.running[-1].order < sequence.order
-        self.running.append(sequence)

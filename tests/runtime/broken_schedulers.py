@@ -11,7 +11,14 @@ class LastComeFirstServed(Scheduler):
 
     def add(self, sequence: Sequence) -> None:
         super().add(sequence)
-        self.waiting.rotate()
+        self.waiting.insert(0, self.waiting.pop())
+
+
+class OvertakesByMore(Scheduler):
+    """Lets prompts overtake that take more than half of the rows."""
+
+    def _overtaking(self, rows: int) -> list[Sequence]:
+        return super()._overtaking(2 * rows - 1)
 
 
 class ReversedBatch(Scheduler):
@@ -117,6 +124,7 @@ class OldestGivesWay(Scheduler):
 
 BROKEN = (
     LastComeFirstServed,
+    OvertakesByMore,
     ReversedBatch,
     OneRowTooMany,
     IdleRows,

@@ -80,13 +80,15 @@ class StubRunner:
         rows = sum(len(chunk.ids) for chunk in chunks)
         assert 0 < rows <= scheduler.row_budget, "row budget"
         assert len(chunks) == len(scheduler.running), "somebody runs without a row"
-        decoding = [len(chunk.ids) == 1 and chunk.start > 0 for chunk in chunks]
+        lengths = {sequence.slot: len(sequence.tokens) for sequence in scheduler.running}
+        decoding = [0 < chunk.start == lengths[chunk.slot] - 1 for chunk in chunks]
         assert decoding == sorted(decoding, reverse=True), "a decode row after a prefill chunk"
         prefills = [chunk.start for chunk, decodes in zip(chunks, decoding, strict=True) if not decodes]
         assert not any(prefills[1:]), "two prompts are computed in part"
         running = [sequence.slot for sequence in scheduler.running]
-        order = [running.index(slot) for slot in slots]
-        assert order == sorted(order), "not in order of arrival"
+        for kind in (slots[: sum(decoding)], slots[sum(decoding) :]):
+            order = [running.index(slot) for slot in kind]
+            assert order == sorted(order), "not in order of arrival"
 
     def _compute(self, chunk: Chunk) -> list[int]:
         slot, table = chunk.slot, self._table[chunk.slot]

@@ -120,6 +120,44 @@ def test_first_come_first_served_with_a_big_head_of_the_queue() -> None:
     assert plan_of(advance(scheduler)) == [(small, 0, 1)]
 
 
+def test_a_long_prompt_holds_up_no_short_one() -> None:
+    """Whoever fits whole into half of its rows is computed beside it, and decodes while it goes on."""
+    scheduler = scheduler_of(row_budget=20)
+    (long,) = add(scheduler, 100)
+    assert plan_of(advance(scheduler)) == [(long, 0, 20)]
+    a, b, half, c = add(scheduler, 4, 11, 5, 3)
+    assert plan_of(advance(scheduler)) == [(long, 20, 31), (a, 0, 4), (half, 0, 5)]  # 11 is too long, 3 does not fit
+    assert plan_of(advance(scheduler)) == [(a, 4, 5), (half, 5, 6), (long, 31, 46), (c, 0, 3)]
+    assert scheduler.running == [long, a, half, c] and scheduler.waiting == [b]
+    while long.computed + 17 < 100:
+        advance(scheduler)
+    *_, (last, _, stop), _ = plan_of(advance(scheduler))
+    assert (last, stop) == (long, 100)
+    assert scheduler.running == [long, a, b, half, c]
+
+
+@pytest.mark.parametrize(
+    ("slots", "pages", "overtaking"), [(2, 64, 0), (64, 4, 0), (3, 64, 1), (64, 5, 1), (64, 64, 2)]
+)
+def test_who_overtakes_leaves_slots_and_pages(slots: int, pages: int, overtaking: int) -> None:
+    scheduler = scheduler_of(row_budget=20, slots=slots, pages=pages)
+    (long,) = add(scheduler, 150)
+    advance(scheduler)
+    _, *short = add(scheduler, 60, 1, 1)  # the first is overtaken
+    assert [work.sequence for work in advance(scheduler).work] == [long, *short[:overtaking]]
+
+
+def test_who_has_overtaken_and_gives_way_returns_behind_whom_it_overtook() -> None:
+    """It has grown into a page that was left for the other."""
+    scheduler = scheduler_of(row_budget=20, pages=23)
+    (long,) = add(scheduler, 20 * PAGE_TOKENS)
+    advance(scheduler)
+    overtaken, short = add(scheduler, 2 * PAGE_TOKENS, 10)
+    while not short.preemptions:
+        advance(scheduler)
+    assert scheduler.running == [long] and scheduler.waiting == [overtaken, short]
+
+
 def test_admission_needs_pages_for_the_whole_prompt() -> None:
     scheduler = scheduler_of(pages=3, row_budget=10)
     a, b = add(scheduler, PAGE_TOKENS, 2 * PAGE_TOKENS + 1)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from octavo import kernels
-from octavo.kernels.paging import PAGE_TOKENS
+from octavo.kernels.paging import PAGE_TOKENS, pages_for
 from octavo.kernels.storage import packed_entry_bytes
 from octavo.runtime.bench_kernels.case import KernelCase, Prepared
 
@@ -97,7 +97,7 @@ def _call(overload: torch._ops.OpOverload, inputs: list[dict[str, Any]], number:
 
 def _inputs(shape: _Shape, random: torch.Generator) -> dict[str, Any]:
     cuda: Any = {"device": "cuda", "generator": random}
-    each, pages = shape.rows // shape.requests, -(-shape.tokens // PAGE_TOKENS)
+    each, pages = shape.rows // shape.requests, pages_for(shape.tokens)
     row = torch.arange(shape.rows, device="cuda")
     slots, positions = row // each, shape.context + row % each
     starts = torch.full_like(positions, shape.context)
