@@ -25,7 +25,7 @@ class GroupCommunicator:
         group = dist.group.WORLD
         assert group is not None, "no process group"
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.capturable = Capturable(False, "--collectives between")
+        self.capturable = Capturable(False, "nobody has tried")
         self._name = group.group_name
 
     def shard(self, values: list[Tensor]) -> list[Tensor]:

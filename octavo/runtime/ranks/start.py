@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import octavo
+from octavo.kernels.collectives import Capturable
 from octavo.runtime.assemble import Assembly, assemble
 from octavo.runtime.config import EngineConfig
 from octavo.runtime.engram_memory import choose_engram_memory
@@ -71,6 +72,8 @@ def rank_runner(
     communicator = GroupCommunicator()
     if config.collectives == "captured":
         communicator.capturable = probe_capture(communicator, assembly.device, all_ranks())
+    else:
+        communicator.capturable = Capturable(False, "--collectives between")
     runner = Runner(
         assembly,
         ladders(config.buckets, config.chunk, config.max_requests, config.ranks),
