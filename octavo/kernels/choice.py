@@ -6,6 +6,8 @@ import logging
 from collections.abc import Iterable
 from typing import Literal
 
+import torch
+
 from octavo.kernels.operator import OPERATORS, ModelWidths
 
 _LOG = logging.getLogger("octavo.kernels")
@@ -20,18 +22,24 @@ _PREFERENCE: dict[Numerics, tuple[str, ...]] = {
 }
 """Backends from the best on. An operator that sums nothing has its reference alone, which is right in every mode."""
 
+LEAST_CAPABILITY = {"triton": (9, 0)}
+"""Compute capability from which on a GPU runs a backend's kernels: these contain instructions of Hopper."""
+
 
 def choose_backends(numerics: Numerics, device: str, widths: ModelWidths | None = None) -> dict[str, str]:
-    """Backend name of every operator: the first preferred one that the operator has on this kind of device.
+    """Backend name of every operator: the first preferred one that the operator has on this device, ``cpu``, ``cuda``
+    or ``cuda:N``.
 
-    A backend that refuses a model of these ``widths`` is passed over, and the log says why. Collectives are carried out
-    by a communicator and have none.
+    A backend that the device cannot run, or that refuses a model of these ``widths``, is passed over, and the log says
+    why. Collectives are carried out by a communicator and have none.
     """
+    kind = torch.device(device).type
+    preferred = [backend for backend in _PREFERENCE[numerics] if kind != "cuda" or _runs(backend, device)]
     chosen = {}
     for name, known in OPERATORS.items():
         if known.contract.collective:
             continue
-        able = [b for b in _PREFERENCE[numerics] if b in known.backends and device in known.backends[b].devices]
+        able = [b for b in preferred if b in known.backends and kind in known.backends[b].devices]
         for backend in able:
             reason = None if widths is None else known.backends[backend].refuses(widths)
             if reason is None:
@@ -39,6 +47,20 @@ def choose_backends(numerics: Numerics, device: str, widths: ModelWidths | None 
                 break
             _LOG.warning("%s: backend %s refuses this model: %s", name, backend, reason)
     return chosen
+
+
+def _runs(backend: str, device: str) -> bool:
+    """Whether a GPU is new enough. Where there is none, backends are chosen for another machine's."""
+    least = LEAST_CAPABILITY.get(backend)
+    if least is None or not torch.cuda.is_available():
+        return True
+    capability = torch.cuda.get_device_capability(device)
+    if capability < least and any(backend in known.backends for known in OPERATORS.values()):
+        _LOG.warning(
+            "%s has compute capability %d.%d: the backend %s needs %d.%d or newer, another one computes instead",
+            *(device, *capability, backend, *least),
+        )
+    return capability >= least
 
 
 def describe_backends(backends: Iterable[str]) -> str:

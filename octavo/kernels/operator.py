@@ -104,13 +104,7 @@ class ModelWidths(Protocol):
     @property
     def moe_intermediate_size(self) -> int: ...
     @property
-    def num_experts_per_tok(self) -> int: ...
-    @property
-    def num_attention_heads(self) -> int: ...
-    @property
     def head_dim(self) -> int: ...
-    @property
-    def sliding_window(self) -> int: ...
     @property
     def index_n_heads(self) -> int: ...
     @property
@@ -125,6 +119,10 @@ class ModelWidths(Protocol):
 
 Refusal = Callable[[ModelWidths], str | None]
 """Why a backend cannot compute a model: what is wrong and what is allowed. None if it can."""
+
+WeightRefusal = Callable[[Mapping[str, torch.Tensor]], str | None]
+"""Why a backend cannot compute with weights, given by their official names: which tensor, what is wrong and what is
+allowed. None if it can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +142,8 @@ class Backend:
     """Shapes and dtypes of its results are the reference's."""
     refuses: Refusal
     """Asked when backends are chosen."""
+    refuses_weights: WeightRefusal
+    """Asked when the weights are on the device. It may wait for the device."""
 
 
 class Operator(Generic[Parameters, Result]):
@@ -190,11 +190,12 @@ class Operator(Generic[Parameters, Result]):
         compilable: bool = False,
         dtype: torch.dtype | None = None,
         refuses: Refusal = lambda widths: None,
+        refuses_weights: WeightRefusal = lambda weights: None,
     ) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
         """Decorator: another backend, with the signature of the reference.
 
-        ``capturable``, ``compilable`` and ``refuses`` as in :class:`Backend`, on all its devices. ``dtype`` is that of
-        its one result where the reference gives another.
+        ``capturable``, ``compilable``, ``refuses`` and ``refuses_weights`` as in :class:`Backend`, on all its devices.
+        ``dtype`` is that of its one result where the reference gives another.
         """
 
         def fake(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
@@ -202,7 +203,9 @@ class Operator(Generic[Parameters, Result]):
             return result if dtype is None else cast(Result, cast(torch.Tensor, result).to(dtype))
 
         def register(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-            self._register(name, name, function, devices, capturable, compilable, dtype is None, refuses)
+            self._register(
+                name, name, function, devices, capturable, compilable, dtype is None, refuses, refuses_weights
+            )
             torch.library.register_fake(f"octavo::{self.name}.{name}", fake, lib=_LIBRARY)
             return function
 
@@ -218,6 +221,7 @@ class Operator(Generic[Parameters, Result]):
         compilable: bool,
         like_reference: bool,
         refuses: Refusal = lambda widths: None,
+        refuses_weights: WeightRefusal = lambda weights: None,
     ) -> None:
         """An overload of the operator that calls the function. Its schema is read from the function's annotations."""
         schema = torch.library.infer_schema(function, mutates_args=sorted(self.mutates))
@@ -230,7 +234,7 @@ class Operator(Generic[Parameters, Result]):
         registered: torch._ops.OpOverload = getattr(getattr(torch.ops.octavo, self.name), overload)
         capturable_on = devices if capturable else frozenset()
         self.backends[name] = Backend(
-            name, registered, function, devices, capturable_on, compilable, like_reference, refuses
+            name, registered, function, devices, capturable_on, compilable, like_reference, refuses, refuses_weights
         )
 
     def _check_contract(self) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from octavo.errors import OctavoError, UsageError
 from octavo.kernels.choice import Numerics, choose_backends, describe_backends
+from octavo.kernels.operator import OPERATORS
 from octavo.model.checkpoint import Checkpoint
 from octavo.model.config import ModelConfig, TextConfig
 from octavo.model.loading import load_parameters
@@ -155,7 +156,8 @@ def assemble(config: EngineConfig, progress: Progress | None = None, rank: int =
     ids = torch.from_numpy(classes).to(device)
     dtype = activation_dtype(planned.numerics)
     prelude = Prelude(model.embed, tables, ids, pad_class(classes, model_config.text_config), dtype)
-    backends = choose_backends(planned.numerics, device.type, model_config.text_config)
+    backends = choose_backends(planned.numerics, str(device), model_config.text_config)
+    check_weights(model, backends)
     return Assembly(
         model,
         prelude,
@@ -168,6 +170,15 @@ def assemble(config: EngineConfig, progress: Progress | None = None, rank: int =
         config.chunk,
         config.expert_placement == "replicated",
     )
+
+
+def check_weights(model: Model, backends: dict[str, str]) -> None:
+    """Raise :class:`OctavoError` if the backend of an operator cannot compute with the loaded weights."""
+    weights = model.official_parameters()
+    for operator, backend in backends.items():
+        reason = OPERATORS[operator].backends[backend].refuses_weights(weights)
+        if reason is not None:
+            raise OctavoError(f"{operator}, backend {backend}: {reason}. Use --numerics reference for these weights.")
 
 
 def check_planned(needed_bytes: int, planned: Plan) -> None:

@@ -234,8 +234,37 @@ def _probe_torch() -> str:
     return "numerics fast: BF16 products by PyTorch, capturable on GPUs of capability 9 and 10"
 
 
-BACKENDS: dict[str, Callable[[], str]] = {"reference": _probe_reference, "torch": _probe_torch}
+def _probe_triton() -> str:
+    """Kernels for Hopper: on other machines the backend ``torch`` computes the same operators."""
+    import torch
+
+    from octavo.kernels.choice import LEAST_CAPABILITY
+
+    least = LEAST_CAPABILITY["triton"]
+    needed = f"capability {least[0]}.{least[1]} or newer"
+    if not torch.cuda.is_available():
+        return f"numerics fast: kernels for GPUs of {needed}; none here"
+    if importlib.util.find_spec("triton") is None:
+        raise RuntimeError("the package triton is not installed; the backend torch computes instead")
+    for index in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(index)
+        if (major, minor) < least:
+            raise RuntimeError(
+                f"cuda:{index} has capability {major}.{minor}, the kernels need {needed}; the backend torch computes "
+                "instead"
+            )
+    return f"numerics fast: kernels for GPUs of {needed}"
+
+
+BACKENDS: dict[str, Callable[[], str]] = {
+    "reference": _probe_reference,
+    "torch": _probe_torch,
+    "triton": _probe_triton,
+}
 """For each backend a probe that describes it, or raises RuntimeError saying why it cannot run here."""
+
+_REMEDIES = {"triton": "install triton, and use a GPU of the capability that the kernels need"}
+_REMEDY = "install a supported torch, or use --numerics reference"
 
 
 def backend_checks() -> list[Check]:
@@ -246,7 +275,7 @@ def backend_checks() -> list[Check]:
         try:
             detail = probe()
         except RuntimeError as error:
-            ok, detail, remedy = False, _line(error), "install a supported torch, or use --numerics reference"
+            ok, detail, remedy = False, _line(error), _REMEDIES.get(name, _REMEDY)
         checks.append(Check(name=f"backend {name}", ok=ok, detail=detail, remedy=remedy, required=required))
     return checks
 

@@ -20,6 +20,7 @@ from tests.kernels.batches import Batch, Request, random_batch
 from tests.kernels.calls import Outcome, assert_same, call, mutated, same_bits
 from tests.kernels.cases import CASES, Arguments, Case
 from tests.kernels.draw import MINI, TRUE, WIDE, Size
+from tests.kernels.test_torch_backend_state import ATTENTION_TOLERANCE
 from tests.kernels.torch_calls import arguments_of, call_torch, on_device, poisoned
 
 RELEASED = dataclasses.replace(TRUE, name="released", heads=64)
@@ -27,8 +28,6 @@ ONE_OF_EIGHT = dataclasses.replace(TRUE, name="one rank of eight", heads=8)
 NANO = dataclasses.replace(MINI, name="nano", heads=8, head_dim=96, window=64, top_k=64)
 SIZES = (MINI, WIDE, NANO, ONE_OF_EIGHT, RELEASED)
 ROWS = {"query", "latents", "slots", "positions", "write_slots", "write_positions", "write_starts", "selected"}
-TOLERANCE = 5e-3
-"""Relative L2 of a row, as for the backend ``torch``: probabilities and results round to 8 bits."""
 SAME_SUMS = 2e-3
 """Relative L2 of a row in parts against the whole: probabilities round to 8 bits against other maxima."""
 
@@ -81,7 +80,7 @@ def test_attention_is_the_references(case: Case, size: Size, packed: bool) -> No
     for rows in (1, 7, 61, 150) if size.head_dim < 512 else (1, 7, 150):
         given = on_device(peaked(arguments_of(case, random_batch(rows, seed=rows), size, packed)), "cuda")
         actual, expected = call_triton(case, given).results[0], call(case.operator, given).results[0]
-        assert_near(actual, expected, given["positions"] >= 0, TOLERANCE, f"{rows} rows")
+        assert_near(actual, expected, given["positions"] >= 0, ATTENTION_TOLERANCE, f"{rows} rows")
 
 
 @cases(kernels.attend)
@@ -90,7 +89,7 @@ def test_a_request_longer_than_its_window(case: Case, packed: bool) -> None:
     batch = Batch((Request(3, 5, 170), Request(1, 0, 1), Request(6, 62, 4)), dead=9)
     given = on_device(peaked(arguments_of(case, batch, RELEASED, packed)), "cuda")
     actual, expected = call_triton(case, given).results[0], call(case.operator, given).results[0]
-    assert_near(actual, expected, given["positions"] >= 0, TOLERANCE, "window")
+    assert_near(actual, expected, given["positions"] >= 0, ATTENTION_TOLERANCE, "window")
 
 
 @every_storage
@@ -100,7 +99,7 @@ def test_far_positions_in_large_pools(rows: int, heads: int, packed: bool) -> No
     """Up to a million tokens, 512 entries each, in pages behind the 2^31-th element of their pool; holes among them."""
     given = far(rows, heads, packed)
     actual, expected = kernels.attend.backends["triton"].overload(**given), kernels.attend(**given)
-    assert_near(actual, expected, given["positions"] >= 0, TOLERANCE, f"{rows} rows")
+    assert_near(actual, expected, given["positions"] >= 0, ATTENTION_TOLERANCE, f"{rows} rows")
 
 
 def far(rows: int, heads: int, packed: bool) -> Arguments:

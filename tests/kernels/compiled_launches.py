@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,10 @@ from triton.runtime.jit import JITFunction
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 MULTIPROCESSORS = 132
+SHARED_BYTES = 227 * 1024
+"""Of one program."""
+REGISTERS = 65536
+"""Of a multiprocessor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,15 @@ def launches_compiled() -> Iterator[list[Launched]]:
         mock.patch.object(torch.cuda, "get_device_properties", lambda device: properties),
     ):
         yield launched
+
+
+def check_that_it_fits(launched: Iterable[Launched], stack_bytes: int = 0) -> None:
+    """A multiprocessor holds a program of every launch, and no thread keeps more than ``stack_bytes`` in memory."""
+    for one in launched:
+        what = f"{one.kernel} of {one.programs}: {one.registers} registers, {one.shared_bytes} bytes shared"
+        assert one.shared_bytes <= SHARED_BYTES, what
+        assert one.registers * one.threads <= REGISTERS, what
+        assert one.stack_bytes <= stack_bytes, f"{what}, {one.stack_bytes} bytes spilled"
 
 
 def loops_with(launched: Launched, instruction: str) -> list[list[str]]:

@@ -22,6 +22,7 @@ from tests.kernels.batches import Batch, Request, random_batch
 from tests.kernels.calls import same_bits
 from tests.kernels.cases import CASES, Arguments
 from tests.kernels.draw import MINI, WIDE, Size
+from tests.kernels.run_interpreted import pretend_to_have_processors
 
 TOLERANCE = 2e-5
 """Of outputs of size one: exponentials and some hundred additions in F32, in another order."""
@@ -31,6 +32,7 @@ FORM = AttendForm(hopper=False, heads=16, keys=16, warps=4, stages=1, resident=1
 
 def main() -> None:
     key_places._SEARCHED = tl.constexpr(8)  # so that a search takes several rounds here too
+    pretend_to_have_processors(40)
     for size, name, rows in (
         (MINI, "attend_window", (1, 19)),
         (MINI, "attend_pairs", (1, 19)),

@@ -1,16 +1,19 @@
 """Triton's interpreter runs ``select``, ``select_candidates`` and ``publish``, with TRITON_INTERPRET=1:
 python -m tests.kernels.interpreted_select.
 
-In F32, since it cannot multiply BF16 and truncates where F32 becomes BF16: indices, masks, lists, splits, ties,
-unpacking and quantisers are those of the GPU, the two pieces of assembly are not. Prints what agrees, or raises.
+In F32, since it cannot multiply BF16 and truncates where F32 becomes BF16. It has no PTX, so three functions are
+replaced by what they mean; indices, masks, lists, splits, ties and quantisers are those of the GPU. Prints what agrees,
+or raises.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from octavo import kernels
@@ -18,14 +21,15 @@ from octavo.kernels.numerics import largest
 from octavo.kernels.paging import ratio_of
 from octavo.kernels.select import best_blocks, candidate_mask, entry_scores, visible_entries
 from octavo.kernels.storage import packed_entry_bytes, packed_key_bytes, store_keys
-from octavo.kernels.triton_backend import select_tuning
+from octavo.kernels.triton_backend import index_products, ranked_lists, select_tuning
 from octavo.kernels.triton_backend.publish import publish_triton
-from octavo.kernels.triton_backend.select import select_candidates_triton, select_triton
+from octavo.kernels.triton_backend.select import run
 from tests.kernels.batches import Batch, Request, random_batch
 from tests.kernels.calls import call, same_bits
 from tests.kernels.cases import CASES, Arguments, Case
 from tests.kernels.draw import MINI, WIDE
 from tests.kernels.torch_calls import exactly_scored
+from tests.kernels.written_places import assert_nothing_written_beside
 
 BATCHES = (
     random_batch(9, seed=4),
@@ -39,6 +43,8 @@ F32_STEPS = 2e-6
 
 
 def main() -> None:
+    vars(index_products).update(unpack_words=unpack_words, weigh=weigh)
+    vars(ranked_lists).update(store_taken=store_taken)
     for lists, least_tiles, fan, batches in (("one list", 8, 16, BATCHES), ("several lists", 1, 2, BATCHES[2:3])):
         with mock.patch.multiple(select_tuning, LEAST_TILES=least_tiles, FAN=fan):
             calls = sum(check(case, given) for case, given in arguments(batches))
@@ -47,6 +53,24 @@ def main() -> None:
     print("lists that are shortened agree")
     check_publish()
     print("publish agrees")
+
+
+def unpack_words(word: Any, exponent: Any) -> Any:
+    """Bits of a code, put on the lowest exponent bits of F32, mean 2^126 times less."""
+    factor = (exponent << 23).to(tl.float32, bitcast=True)
+    codes = [word >> (4 * nibble) for nibble in (0, 4, 1, 5, 2, 6, 3, 7)]
+    bits = [((code & 7) << 22) | ((code & 8) << 28) for code in codes]
+    return tuple(value.to(tl.float32, bitcast=True) * factor for value in bits)
+
+
+def weigh(products: Any, w: Any) -> Any:
+    """Without the rounding to BF16."""
+    return tl.maximum(products, 0.0) * w[None, :]
+
+
+def store_taken(codes: Any, numbers: Any, at: Any, code: Any, number: Any, taken: Any) -> None:
+    tl.store(codes + at, code.to(tl.uint16), mask=taken)
+    tl.store(numbers + at, tl.broadcast_to(number[:, None], code.shape), mask=taken)
 
 
 def arguments(batches: tuple[Batch, ...]) -> Iterator[tuple[Case, Arguments]]:
@@ -80,10 +104,10 @@ def prepared(given: Arguments, packed: bool) -> Arguments:
 
 
 def check(case: Case, given: Arguments) -> int:
-    triton = select_triton if case.operator is kernels.select else select_candidates_triton
-    found = triton(**given)
-    results = found if isinstance(found, tuple) else (found,)
-    for number, (actual, expected) in enumerate(zip(results, judged(given), strict=False)):
+    absent: Arguments = {"candidates": None, "top_blocks": 0}
+    results = run(**absent | given)
+    wanted = judged(given) if "top_blocks" in given else judged(given)[:1]
+    for number, (actual, expected) in enumerate(zip(results, wanted, strict=False)):
         assert same_bits(actual, expected), (
             f"{case.name}, {given['query'].shape}: result {number}:\n{actual}\n{expected}"
         )
@@ -137,11 +161,11 @@ def check_long_contexts() -> None:
             "block_size": 8,
         }
         with mock.patch.object(select_tuning, "LEAST_TILES", least_tiles):
-            chosen = select_candidates_triton(**given, top_blocks=24)
+            chosen = run(**given, candidates=None, top_blocks=24)
             for actual, expected in zip(chosen, judged(given | {"top_blocks": 24}), strict=True):
                 assert same_bits(actual, expected), (course[:9], actual, expected)
             within = given | {"candidates": chosen[1]}
-            actual = select_triton(**within)
+            actual, _ = run(**within, top_blocks=0)
             assert same_bits(actual, judged(within)[0]), (course[:9], actual)
 
 
@@ -167,6 +191,7 @@ def check_publish() -> None:
                 expected = call(case.operator, given).state
                 actual: Arguments = {n: v.clone() if isinstance(v, Tensor) else v for n, v in given.items()}
                 publish_triton(**actual)
+                assert_nothing_written_beside(batch, given, actual, case.name)
                 for name, value in expected.items():
                     if packed or name == "pending":
                         assert same_bits(actual[name], value), (case.name, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +15,14 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the p
 if find_spec("triton") is not None:
     from octavo.kernels.triton_backend import attend, window
     from octavo.kernels.triton_backend.tuning import HOPPER, AttendForm, choose_attend_form, choose_splits
-    from tests.kernels.compiled_launches import Launched, launches_compiled, loops_with
+    from tests.kernels.compiled_launches import (
+        MULTIPROCESSORS,
+        Launched,
+        check_that_it_fits,
+        launches_compiled,
+        loops_with,
+    )
 
-SHARED_BYTES = 227 * 1024
-REGISTERS = 65536
 SPILLED_BYTES = 128
 """Of the kernel for Hopper with packed entries: some thirty addresses that no loop changes. Others spill nothing."""
 
@@ -53,14 +58,6 @@ def compiled(form: AttendForm, **arguments: Any) -> list[Launched]:
     with launches_compiled() as launched:
         attend.run(form, **arguments)
     return launched
-
-
-def check_that_it_fits(launched: list[Launched], spilled_bytes: int = 0) -> None:
-    for one in launched:
-        what = f"{one.kernel}: {one.registers} registers, {one.shared_bytes} bytes shared"
-        assert one.shared_bytes <= SHARED_BYTES, what
-        assert one.registers * one.threads <= REGISTERS, what
-        assert one.stack_bytes <= spilled_bytes, f"{what}, {one.stack_bytes} bytes spilled"
 
 
 @pytest.mark.timeout(300)
@@ -125,5 +122,17 @@ def test_windows(dtype: torch.dtype) -> None:
 
 def test_parts_fill_the_device() -> None:
     """Of ten tiles: no part is empty, and programs are resident together as long as rows are few."""
-    splits = {rows: choose_splits(HOPPER, rows, 64, tiles=10) for rows in (1, 8, 13, 16, 32, 64, 66, 67, 128, 8192)}
+    counts = (1, 8, 13, 16, 32, 64, 66, 67, 128, 8192)
+    splits = {rows: choose_splits(HOPPER, rows, 64, 10, MULTIPROCESSORS) for rows in counts}
     assert splits == {1: 10, 8: 10, 13: 10, 16: 5, 32: 4, 64: 2, 66: 2, 67: 1, 128: 1, 8192: 1}
+    assert choose_splits(HOPPER, 8, 64, 10, multiprocessors=16) == 2, "of a smaller device"
+
+
+def test_the_device_is_asked_for_its_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = shapes(8, 64, 512, 128, 512, True, ratio=2)
+    with launches_compiled() as launched:
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=16)
+        )
+        attend.run(HOPPER, **given)
+    assert launched[1].programs == (8, 1, 2)

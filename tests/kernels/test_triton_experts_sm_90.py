@@ -14,10 +14,16 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the p
 if find_spec("triton") is not None:
     from octavo.kernels.triton_backend import experts
     from octavo.kernels.triton_backend.expert_tiles import TILES, choose_tiles
-    from tests.kernels.compiled_launches import MULTIPROCESSORS, Launched, launches_compiled, loops_with
+    from tests.kernels.compiled_launches import (
+        MULTIPROCESSORS,
+        REGISTERS,
+        SHARED_BYTES,
+        Launched,
+        check_that_it_fits,
+        launches_compiled,
+        loops_with,
+    )
 
-SHARED_BYTES = 227 * 1024
-REGISTERS = 65536
 SPILLED_BYTES = 96
 """A few numbers may wait in memory while a tile is computed: once a tile, not in the loop."""
 ROWS = (1, 1024, 2048, 8192)
@@ -70,10 +76,7 @@ def test_the_steps_above_use_every_tile() -> None:
 @pytest.mark.timeout(300)
 def test_everything_fits(at_true_shapes: dict[int, list[Launched]]) -> None:
     for rows, launched in at_true_shapes.items():
-        for one in launched:
-            what = f"{rows} rows: {one.kernel}: {one.registers} registers, {one.shared_bytes} bytes shared"
-            assert one.shared_bytes <= SHARED_BYTES, what
-            assert one.stack_bytes <= SPILLED_BYTES, f"{what}, {one.stack_bytes} bytes spilled"
+        check_that_it_fits(launched, SPILLED_BYTES)
         names = [one.kernel for one in launched]
         parts = 1 if choose_tiles(rows, 6, 384)[1] is None else 2
         assert names == [
@@ -122,8 +125,7 @@ def test_weights_go_from_registers_to_tensor_cores(at_true_shapes: dict[int, lis
     ],
 )
 def test_other_shapes_compile(rows: int, count: int, resident: range, hidden: int, inner: int, top_k: int) -> None:
-    for one in compiled(**shapes(rows, count, resident, hidden, inner, top_k)):
-        assert one.shared_bytes <= SHARED_BYTES and one.stack_bytes <= SPILLED_BYTES, one.kernel
+    check_that_it_fits(compiled(**shapes(rows, count, resident, hidden, inner, top_k)), SPILLED_BYTES)
 
 
 def test_rows_that_are_not_bf16_are_refused() -> None:

@@ -12,10 +12,8 @@ from torch import Tensor
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton")
 if find_spec("triton") is not None:
     from octavo.kernels.triton_backend import publish, select, select_tuning
-    from tests.kernels.compiled_launches import Launched, launches_compiled
+    from tests.kernels.compiled_launches import REGISTERS, check_that_it_fits, launches_compiled
 
-SHARED_BYTES = 227 * 1024
-REGISTERS = 65536
 LISTS_OF_BLOCKS = 160
 """Bytes spilled where blocks are listed too: addresses and constants, some ten words of which each tile reads."""
 SLOW_ANGLES = 96
@@ -39,13 +37,6 @@ def indexer(rows: int, heads: int, channels: int, ratio: int, packed: bool) -> d
     }
 
 
-def check_that_it_fits(one: Launched, stack_bytes: int = 0) -> None:
-    what = f"{one.kernel} of {one.programs}: {one.registers} registers, {one.shared_bytes} bytes shared"
-    assert one.shared_bytes <= SHARED_BYTES, what
-    assert one.registers * one.threads <= REGISTERS, what
-    assert one.stack_bytes <= stack_bytes, f"{what}, {one.stack_bytes} bytes spilled"
-
-
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("rows", (1, 8192))
 def test_choices_of_the_released_model(rows: int) -> None:
@@ -60,8 +51,7 @@ def test_choices_of_the_released_model(rows: int) -> None:
     else:
         assert [one.programs for one in scoring] == [(512, 1), (4096, 1)] * 2
         assert [one.programs for one in uniting] == [(4096, 1)] * 2
-    for one in launched:
-        check_that_it_fits(one)
+    check_that_it_fits(launched)
     for one in scoring[:2]:
         assert one.registers * one.threads * 2 <= REGISTERS, "two programs of a processor take turns"
         products = [i for i, line in enumerate(one.machine_code) if "HGMMA" in line]
@@ -79,8 +69,8 @@ def test_candidates_of_the_released_model() -> None:
     with launches_compiled() as launched:
         select.select_candidates_triton(**given, top_k=512, top_blocks=2048, block_size=8)
         select.select_triton(**given, candidates=empty(2048, 2048, dtype=torch.int32), top_k=512, block_size=8)
-    for number, one in enumerate(launched):
-        check_that_it_fits(one, LISTS_OF_BLOCKS if number < 2 else 0)
+    check_that_it_fits(launched[:2], LISTS_OF_BLOCKS)
+    check_that_it_fits(launched[2:])
 
 
 @pytest.mark.timeout(300)
@@ -93,8 +83,7 @@ def test_other_models(heads: int, channels: int, top_k: int, top_blocks: int, bl
     given = indexer(40, heads, channels, 1, packed)
     with launches_compiled() as launched:
         select.select_candidates_triton(**given, top_k=top_k, top_blocks=top_blocks, block_size=block_size)
-    for one in launched:
-        check_that_it_fits(one, LISTS_OF_BLOCKS)
+    check_that_it_fits(launched, LISTS_OF_BLOCKS)
 
 
 @pytest.mark.timeout(300)
@@ -124,8 +113,25 @@ def test_publish(ratio: int, channels: int, key_channels: int, packed: bool) -> 
             epsilon=1e-20,
         )
     assert [one.kernel for one in launched] == ["publish_rows", *(["keep_waiting"] if ratio == 2 else [])]
-    check_that_it_fits(launched[0], SLOW_ANGLES)
+    check_that_it_fits(launched[:1], SLOW_ANGLES)
+    check_that_it_fits(launched[1:])
     assert any("HMMA" in line for line in launched[0].machine_code)
+
+
+@pytest.mark.parametrize("name", ("query", "weights"))
+def test_what_is_not_bf16_is_refused(name: str) -> None:
+    given = indexer(2, 4, 64, 1, True)
+    given[name] = given[name].float()
+    with pytest.raises(TypeError, match=rf"{name} of torch\.float32; allowed: torch\.bfloat16"):
+        select.select_triton(**given, candidates=None, top_k=8, block_size=8)
+    with pytest.raises(TypeError, match=rf"select_candidates.*{name} of torch\.float32"):
+        select.select_candidates_triton(**given, top_k=8, top_blocks=4, block_size=8)
+
+
+def test_pages_that_a_tile_does_not_hold_whole_are_refused() -> None:
+    given = indexer(2, 4, 64, 1, False) | {"keys": empty(9, 48, 64)}
+    with pytest.raises(ValueError, match="pages of 48 entries; allowed are divisors of 64"):
+        select.select_triton(**given, candidates=None, top_k=8, block_size=8)
 
 
 def test_programs_fill_the_device_and_short_contexts_are_not_cut_up() -> None:

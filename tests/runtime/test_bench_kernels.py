@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from octavo.errors import OctavoError, UsageError
 from octavo.runtime.bench_kernels import OPERATOR_CASES
-from octavo.runtime.bench_kernels.case import KernelCase, Prepared
-from octavo.runtime.bench_kernels.measure import measure_cases
+from octavo.runtime.bench_kernels.case import KernelCase, Prepared, copies_for
+from octavo.runtime.bench_kernels.measure import difference, measure_cases, names_on
 from octavo.runtime.bench_kernels.report import measure_kernels, report_lines
 
 
@@ -44,6 +49,53 @@ def test_a_case_that_fails_does_not_stop_the_others(monkeypatch: pytest.MonkeyPa
     first, second = measure_cases("attend", cases(), repeat=1)
     assert first["error"] == "ValueError: no such shape"
     assert second["floor_seconds"] == pytest.approx(1e-3)
+
+
+def test_copies_are_several_times_what_caches_hold() -> None:
+    assert [copies_for(moved, 32) for moved in (1e9, 256e6, 64e6, 1.0)] == [2, 2, 4, 32]
+
+
+def test_results_are_compared_where_their_distance_means_something() -> None:
+    first = torch.tensor([3.0, 4.0])
+    assert difference({"triton": first, "torch": torch.tensor([3.0, 4.5])}) == pytest.approx(0.1)
+    assert difference({"triton": first}) is None
+    assert difference({"triton": first, "torch": first[:1]}) is None
+    assert difference({"triton": first.int(), "torch": first.int() + 1}) is None
+
+
+def test_the_profiler_gives_the_names_of_what_ran() -> None:
+    """On the CPU, which has the same kind of events."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        torch.ones(3).add_(1).add_(2)
+    names = names_on(profiler, DeviceType.CPU)
+    assert names.count("aten::add_") == 1
+    assert names_on(profiler, DeviceType.CUDA) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "captured"), ((torch.OutOfMemoryError("none left"), None), (RuntimeError("it waits"), False))
+)
+def test_too_little_memory_is_not_taken_for_a_wait(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, captured: bool | None
+) -> None:
+    """The error comes in the capture, the second time around both copies."""
+    calls = []
+
+    def call(number: int) -> None:
+        calls.append(number)
+        if len(calls) > 2:
+            raise error
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=None))
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: contextlib.nullcontext())
+    measure = importlib.import_module("octavo.runtime.bench_kernels.measure")
+    if captured is None:
+        with pytest.raises(torch.OutOfMemoryError):
+            measure._several(call, 2, 2)
+    else:
+        assert measure._several(call, 2, 2)[1] is captured
+    assert calls == [0, 1, 0]
 
 
 def test_the_report_names_times_kernels_and_failures() -> None:

@@ -204,6 +204,31 @@ def test_cuda_compilers_are_looked_for_where_there_is_a_gpu(monkeypatch: pytest.
     assert "ptxas" in checks
 
 
+@pytest.mark.parametrize(
+    ("capabilities", "installed", "detail"),
+    (
+        ([], True, "numerics fast: kernels for GPUs of capability 9.0 or newer; none here"),
+        ([(9, 0), (10, 0)], True, "numerics fast: kernels for GPUs of capability 9.0 or newer"),
+        (
+            [(9, 0), (8, 6)],
+            True,
+            "cuda:1 has capability 8.6, the kernels need capability 9.0 or newer; the backend torch computes instead",
+        ),
+        ([(9, 0)], False, "the package triton is not installed; the backend torch computes instead"),
+    ),
+)
+def test_kernels_for_hopper(
+    monkeypatch: pytest.MonkeyPatch, capabilities: list[tuple[int, int]], installed: bool, detail: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(capabilities))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capabilities[index])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
+    check = by_name(doctor.backend_checks())["backend triton"]
+    assert (check.detail, check.ok, check.required) == (detail, detail.startswith("numerics fast"), False)
+    assert bool(check.remedy) != check.ok
+
+
 def test_backend_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails() -> str:
         raise RuntimeError("no such type\nat line 1")

@@ -7,24 +7,19 @@ import triton
 from torch import Tensor
 
 from octavo.kernels.attend import attend
-from octavo.kernels.operator import ModelWidths
 from octavo.kernels.storage import packed_entry_bytes
 from octavo.kernels.triton_backend.attend_hopper import attend_part_hopper
 from octavo.kernels.triton_backend.attend_kernels import attend_part, unite_parts
+from octavo.kernels.triton_backend.device import multiprocessors
 from octavo.kernels.triton_backend.key_places import place_keys
+from octavo.kernels.triton_backend.refusals import refuse_head_dim
 from octavo.kernels.triton_backend.tuning import AttendForm, choose_attend_form, choose_splits
 
 _ALIGNMENT = 16
 """Bytes at a multiple of which every key lies, so that a thread copies 16 at once."""
 
 
-def _refuses(widths: ModelWidths) -> str | None:
-    if widths.head_dim % 16 or not 16 <= widths.head_dim <= 512:
-        return f"head_dim {widths.head_dim}: allowed are multiples of 16 up to 512"
-    return None
-
-
-@attend.implement("triton", devices=frozenset({"cuda"}), refuses=_refuses)
+@attend.implement("triton", devices=frozenset({"cuda"}), refuses=refuse_head_dim)
 def attend_triton(
     query: Tensor,
     latents: Tensor,
@@ -114,7 +109,8 @@ def run(
         num_warps=4,
     )
 
-    splits = choose_splits(form, rows, heads, places // form.keys) if splits is None else splits
+    if splits is None:
+        splits = choose_splits(form, rows, heads, places // form.keys, multiprocessors(query.device))
     parts = splits if splits > 1 else 0
     numerators = torch.empty(parts, rows, heads, channels, dtype=torch.float32, device=query.device)
     maxima = torch.empty(parts, rows, heads, dtype=torch.float32, device=query.device)

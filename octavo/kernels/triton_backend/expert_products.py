@@ -18,6 +18,8 @@ import triton.language as tl
 
 from octavo.kernels.triton_backend.expert_routing import BLOCK, GROUP, SHIFT, round_q8_groups
 
+LARGEST_SCALE = 192
+"""Byte of a scale: see above. Larger ones are refused when weights are loaded."""
 _WARP_ROWS = tl.constexpr(16)
 """Rows of an accumulator that a warp holds: 8 in its lanes, twice."""
 _DECODE = tl.constexpr(

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
+from octavo.kernels.triton_backend.scales import scale_and_inverse
+
 GROUP = tl.constexpr(32)
 """Channels of one Q8 scale."""
 BLOCK = tl.constexpr(128)
@@ -27,8 +29,7 @@ def round_q8_groups(x: tl.tensor) -> tl.tensor:
     to them, ties to even.
     """
     amax = tl.maximum(tl.max(tl.abs(x), axis=1, keep_dims=True), 1e-4)
-    exponent = ((amax * (1.0 / 448.0)).to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
-    inverse = tl.maximum(0x7F000000 - exponent, 0).to(tl.float32, bitcast=True)
+    exponent, inverse = scale_and_inverse(amax * (1.0 / 448.0))
     scaled = tl.minimum(
         tl.maximum(x * inverse, -448.0, propagate_nan=tl.PropagateNan.ALL), 448.0, propagate_nan=tl.PropagateNan.ALL
     )

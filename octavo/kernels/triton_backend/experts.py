@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,11 +12,12 @@ from torch import Tensor
 from octavo.kernels.experts import experts
 from octavo.kernels.operator import ModelWidths
 from octavo.kernels.quantise import GROUP_Q4MX
-from octavo.kernels.triton_backend.expert_products import down, gate_and_up, sum_pairs
-from octavo.kernels.triton_backend.expert_routing import place_pairs, round_rows, route
+from octavo.kernels.triton_backend.device import multiprocessors
+from octavo.kernels.triton_backend.expert_products import LARGEST_SCALE, down, gate_and_up, sum_pairs
+from octavo.kernels.triton_backend.expert_routing import BLOCK, place_pairs, round_rows, route
 from octavo.kernels.triton_backend.expert_tiles import Tile, choose_tiles
 
-_BLOCK = 128
+_BLOCK = BLOCK.value
 """Channels that fragment order permutes; inputs of products are padded to a multiple."""
 _COLUMNS = 1024
 _ROUTED_ROWS = 4
@@ -32,7 +34,23 @@ def _refuses(widths: ModelWidths) -> str | None:
     return None
 
 
-@experts.implement("triton", devices=frozenset({"cuda"}), dtype=torch.float32, refuses=_refuses)
+def _refuses_weights(weights: Mapping[str, Tensor]) -> str | None:
+    """Scales that would give infinities (``expert_products``). Waits for the device once."""
+    scales = {name: scale for name, scale in weights.items() if ".ffn.experts." in name and name.endswith(".scale")}
+    largest = torch.stack([scale.max() for scale in scales.values()]).tolist() if scales else []
+    for name, byte in zip(scales, largest, strict=True):
+        if byte > LARGEST_SCALE:
+            return f"{name} has the scale byte {byte}: allowed are bytes up to {LARGEST_SCALE}, which are 2^65"
+    return None
+
+
+@experts.implement(
+    "triton",
+    devices=frozenset({"cuda"}),
+    dtype=torch.float32,
+    refuses=_refuses,
+    refuses_weights=_refuses_weights,
+)
 def experts_triton(
     x: Tensor,
     live: Tensor,
@@ -248,7 +266,7 @@ def sum_results(chosen: Tensor, results: Tensor) -> Tensor:
 
 def _programs(at_once: int, tasks: int, device: torch.device) -> tuple[int]:
     """Enough programs to fill the device; each takes one task after the other."""
-    return (min(tasks, at_once * torch.cuda.get_device_properties(device).multi_processor_count),)
+    return (min(tasks, at_once * multiprocessors(device)),)
 
 
 def _words(packed: Tensor) -> Tensor:

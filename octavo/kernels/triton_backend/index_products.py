@@ -126,7 +126,10 @@ def pages_of(
     page_entries: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """(place in the page, page) of keys of a tile, int32; what lies beyond the stream has a place of page 0."""
+    """(place in the page, page) of keys of a tile, int32; what lies beyond the stream has a place of page 0.
+
+    KEYS is a multiple of ``page_entries``, so that tiles begin where pages do.
+    """
     key = _keys(half, packed, KEYS)
     known = tile * KEYS + key < stream
     if own_list:
@@ -205,49 +208,38 @@ def _scales(at, channels: tl.constexpr, aligned: tl.constexpr):
 
 
 @triton.jit
-def _unpack(word_0, word_1, word_2, word_3, scales, dtype: tl.constexpr, assembly: tl.constexpr):
-    """Words [keys, 4] of four groups and their scale bytes -> [keys, 4, 32] in ``dtype``, 2^SHIFT too small.
+def _unpack(word_0, word_1, word_2, word_3, scales):
+    """Words [keys, 4] of four groups and their scale bytes -> [keys, 4, 32] BF16, 2^SHIFT too small.
 
     Bits of the last index, from the highest: nibble div 4, nibble mod 2, nibble div 2 mod 2, group mod 2, group div 2.
     The three low bits of an E2M1 code, put on the lowest exponent bits, mean 2^126 times less.
     """
-    a = _nibbles(word_0, (scales & 255) + (126 - SHIFT), dtype, assembly)
-    b = _nibbles(word_1, ((scales >> 8) & 255) + (126 - SHIFT), dtype, assembly)
-    c = _nibbles(word_2, ((scales >> 16) & 255) + (126 - SHIFT), dtype, assembly)
-    d = _nibbles(word_3, ((scales >> 24) & 255) + (126 - SHIFT), dtype, assembly)
+    a = _nibbles(word_0, (scales & 255) + (126 - SHIFT))
+    b = _nibbles(word_1, ((scales >> 8) & 255) + (126 - SHIFT))
+    c = _nibbles(word_2, ((scales >> 16) & 255) + (126 - SHIFT))
+    d = _nibbles(word_3, ((scales >> 24) & 255) + (126 - SHIFT))
     return tl.join(tl.join(a, b), tl.join(c, d))
 
 
 @triton.jit
-def _nibbles(word, exponent, dtype: tl.constexpr, assembly: tl.constexpr):
+def _nibbles(word, exponent):
     """[keys, 4] -> values [keys, 4, 2, 2, 2] of the nibbles by their number div 4, mod 2, div 2 mod 2."""
-    if assembly:
-        a, e, b, f, c, g, d, h = tl.inline_asm_elementwise(
-            UNPACK,
-            "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
-            [word, exponent],
-            dtype=(tl.bfloat16,) * 8,
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        factor = (exponent << 23).to(tl.float32, bitcast=True)
-        a = _nibble(word, 0, factor, dtype)
-        b = _nibble(word, 1, factor, dtype)
-        c = _nibble(word, 2, factor, dtype)
-        d = _nibble(word, 3, factor, dtype)
-        e = _nibble(word, 4, factor, dtype)
-        f = _nibble(word, 5, factor, dtype)
-        g = _nibble(word, 6, factor, dtype)
-        h = _nibble(word, 7, factor, dtype)
+    a, e, b, f, c, g, d, h = unpack_words(word, exponent)
     even = tl.join(tl.join(a, e), tl.join(b, f))
     return tl.join(even, tl.join(tl.join(c, g), tl.join(d, h)))
 
 
 @triton.jit
-def _nibble(word, number: tl.constexpr, factor, dtype: tl.constexpr):
-    code = word >> (4 * number)
-    return ((((code & 7) << 22) | ((code & 8) << 28)).to(tl.float32, bitcast=True) * factor).to(dtype)
+def unpack_words(word, exponent):
+    """Eight codes a word, int32, and the exponent of their factor -> the values of nibbles 0, 4, 1, 5, 2, 6, 3, 7."""
+    return tl.inline_asm_elementwise(
+        UNPACK,
+        "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
+        [word, exponent],
+        dtype=(tl.bfloat16,) * 8,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -258,29 +250,22 @@ def _interleave(upper, lower, KEYS: tl.constexpr):
 
 
 @triton.jit
-def score_codes(
-    found,
-    q,
-    w,
-    assembly: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    HEADS: tl.constexpr,
-):
+def score_codes(found, q, w, ROWS: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr):
     """Codes [KEYS, ROWS] int32 of the scores of a tile: BF16 after product, weighting and sum (spec/model.md 3.7)."""
     products = tl.dot(found, q, input_precision="ieee")
-    if assembly:
-        weighted = tl.inline_asm_elementwise(
-            WEIGH, "=r,=r,r,r,r", [products, w[None, :]], dtype=tl.float32, is_pure=True, pack=2
-        )
-    else:
-        weighted = (tl.maximum(products, 0.0).to(q.dtype).to(tl.float32) * w[None, :].to(tl.float32)).to(q.dtype)
-        weighted = weighted.to(tl.float32)
-    score = tl.sum(tl.reshape(weighted, (KEYS, HEADS, ROWS)), axis=1)
+    score = tl.sum(tl.reshape(weigh(products, w), (KEYS, HEADS, ROWS)), axis=1)
     bits = score.to(tl.int32, bitcast=True)
     bits = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
     bits = tl.where(bits == 0x8000, 0, bits)
     return tl.where(bits >= 0x8000, 0xFFFF - bits, bits + 0x8000)
+
+
+@triton.jit
+def weigh(products, w):
+    """Products [KEYS, columns] F32, clamped at zero, times weights [columns] BF16: F32, rounded to BF16 twice."""
+    return tl.inline_asm_elementwise(
+        WEIGH, "=r,=r,r,r,r", [products, w[None, :]], dtype=tl.float32, is_pure=True, pack=2
+    )
 
 
 @triton.jit
@@ -295,11 +280,9 @@ def found_keys(
     word_6,
     word_7,
     second_scales,
-    dtype: tl.constexpr,
-    assembly: tl.constexpr,
     KEYS: tl.constexpr,
 ):
     """Words and scales of both halves of a tile's keys -> [KEYS, 128], channels in the order of :func:`queries_of`."""
-    upper = _unpack(word_0, word_1, word_2, word_3, scales, dtype, assembly)
-    lower = _unpack(word_4, word_5, word_6, word_7, second_scales, dtype, assembly)
+    upper = _unpack(word_0, word_1, word_2, word_3, scales)
+    lower = _unpack(word_4, word_5, word_6, word_7, second_scales)
     return _interleave(upper, lower, KEYS)

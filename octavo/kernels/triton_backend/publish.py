@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -10,7 +11,7 @@ from octavo.kernels.operator import ModelWidths
 from octavo.kernels.paging import ratio_of
 from octavo.kernels.publish import publish
 from octavo.kernels.triton_backend.publish_kernels import keep_waiting, publish_rows
-from octavo.kernels.triton_backend.select_tuning import power_of_two
+from octavo.kernels.triton_backend.refusals import refuse_head_dim, refuse_index_head_dim
 
 _ROWS = 16
 """Rows of a program: the least height of a product. A decode step of 16 rows is one program."""
@@ -18,11 +19,7 @@ _WARPS = 8
 
 
 def _refuses(widths: ModelWidths) -> str | None:
-    if widths.head_dim % 16 or not 16 <= widths.head_dim <= 512:
-        return f"head_dim {widths.head_dim}: allowed are multiples of 16 up to 512"
-    if widths.index_head_dim % 32 or not 32 <= widths.index_head_dim <= 128:
-        return f"index_head_dim {widths.index_head_dim}: allowed are multiples of 32 up to 128"
-    return None
+    return refuse_head_dim(widths) or refuse_index_head_dim(widths)
 
 
 @publish.implement("triton", devices=frozenset({"cuda"}), refuses=_refuses)
@@ -85,9 +82,9 @@ def publish_triton(
         storage="packed" if packed else "plain" if plain else "rounded",
         dtype=tl.float32 if plain or (gates is None and values.dtype == torch.float32) else tl.bfloat16,
         ROWS=_ROWS,
-        PAIRS=max(power_of_two(channels // 2), 16),
-        KEY_PAIRS=max(power_of_two(key_channels // 2), 16),
-        TURNING=power_of_two(frequencies.shape[0]),
+        PAIRS=max(triton.next_power_of_2(channels // 2), 16),
+        KEY_PAIRS=max(triton.next_power_of_2(key_channels // 2), 16),
+        TURNING=triton.next_power_of_2(frequencies.shape[0]),
         num_warps=_WARPS,
     )
     if gates is not None and pending is not None:
@@ -99,6 +96,6 @@ def publish_triton(
             pending,
             rows,
             channels=channels,
-            CHANNELS=power_of_two(channels),
+            CHANNELS=triton.next_power_of_2(channels),
             num_warps=4,
         )

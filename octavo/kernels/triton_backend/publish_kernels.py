@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from octavo.kernels.triton_backend.scales import scale_and_inverse
+
 
 @triton.jit(do_not_specialize=["rows", "max_pages"])
 def publish_rows(
@@ -189,13 +191,11 @@ def _store(pool, address, written, even, odd, channels: tl.constexpr, pair, grou
             even = tl.div_rn(even, tl.broadcast_to(scale[:, :, None], even.shape))
             odd = tl.div_rn(odd, tl.broadcast_to(scale[:, :, None], odd.shape))
         else:
-            quotient = tl.maximum(largest, 6.0 * 2.0**-126) * (1.0 / 6.0)
-            exponent = (quotient.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+            exponent, inverse = scale_and_inverse(tl.maximum(largest, 6.0 * 2.0**-126) * (1.0 / 6.0))
             byte = exponent >> 23
             scale = exponent.to(tl.float32, bitcast=True)
-            reciprocal = tl.maximum(0x7F000000 - exponent, 0).to(tl.float32, bitcast=True)[:, :, None]
-            even = even * reciprocal
-            odd = odd * reciprocal
+            even = even * inverse[:, :, None]
+            odd = odd * inverse[:, :, None]
         even_code = _e2m1_code(even)
         odd_code = _e2m1_code(odd)
         if storage == "packed":

@@ -27,11 +27,12 @@ mov.b32 $0, 0;
 
 
 @triton.jit
-def append(codes, numbers, stride, code, number, state, dtype: tl.constexpr, assembly: tl.constexpr):
+def append(codes, numbers, stride, code, number, state, dtype: tl.constexpr):
     """Append to each row's list, in order, what lies above its bar -> the new states.
 
     code [KEYS, ROWS], number [KEYS]; the state of a row's list stands at every key of it, [KEYS, ROWS] uint32. Of
-    several rows, a product with a triangle of ones ranks what is taken: each thread has what it needs.
+    several rows, a product with a triangle of ones ranks what is taken: each thread has what it needs. Its factors are
+    of ``dtype``.
     """
     keys: tl.constexpr = code.shape[0]
     rows: tl.constexpr = code.shape[1]
@@ -46,25 +47,27 @@ def append(codes, numbers, stride, code, number, state, dtype: tl.constexpr, ass
         rank = tl.dot((key[:, None] > key[None, :]).to(dtype), one, input_precision="ieee").to(tl.int32)
         total = tl.dot(tl.full((keys, keys), 1.0, dtype), one, input_precision="ieee").to(tl.int32)
     at = tl.arange(0, rows)[None, :] * stride + (state % BAR).to(tl.int32) + rank
-    if assembly:
-        tl.inline_asm_elementwise(
-            STORE,
-            "=r,l,l,r,r,r",
-            [
-                codes.to(tl.int64) + at.to(tl.int64) * 2,
-                numbers.to(tl.int64) + at.to(tl.int64) * 4,
-                code,
-                tl.broadcast_to(number[:, None], code.shape),
-                taken.to(tl.int32),
-            ],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    else:
-        tl.store(codes + at, code.to(tl.uint16), mask=taken)
-        tl.store(numbers + at, tl.broadcast_to(number[:, None], code.shape), mask=taken)
+    store_taken(codes, numbers, at, code, number, taken)
     return state + total.to(tl.uint32)
+
+
+@triton.jit
+def store_taken(codes, numbers, at, code, number, taken):
+    """Codes [KEYS, ROWS] and the numbers [KEYS] of their keys to the places ``at`` of lists, where they are taken."""
+    tl.inline_asm_elementwise(
+        STORE,
+        "=r,l,l,r,r,r",
+        [
+            codes.to(tl.int64) + at.to(tl.int64) * 2,
+            numbers.to(tl.int64) + at.to(tl.int64) * 4,
+            code,
+            tl.broadcast_to(number[:, None], code.shape),
+            taken.to(tl.int32),
+        ],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit

@@ -11,27 +11,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import triton
 from torch import Tensor
 
 from octavo.kernels.operator import ModelWidths
 from octavo.kernels.paging import ratio_of
 from octavo.kernels.select import select, select_candidates
 from octavo.kernels.triton_backend import select_tuning as tuning
-from octavo.kernels.triton_backend.select_kernels import score_rows, unite_lists
-from octavo.kernels.triton_backend.select_tuning import power_of_two
+from octavo.kernels.triton_backend.refusals import refuse_index_head_dim
+from octavo.kernels.triton_backend.select_kernels import GROUP, score_rows, unite_lists
 
-_GROUP = 8
+_GROUP = GROUP.value
 
 
 def _refuses(widths: ModelWidths) -> str | None:
     size = widths.candidate_block_size
     if not 1 <= widths.index_n_heads <= 32:
         return f"index_n_heads {widths.index_n_heads}: allowed are up to 32"
-    if widths.index_head_dim % 32 or widths.index_head_dim > 128:
-        return f"index_head_dim {widths.index_head_dim}: allowed are multiples of 32 up to 128"
-    if size > tuning.KEYS or size != power_of_two(size):
+    if size > tuning.KEYS or size != triton.next_power_of_2(size):
         return f"candidate_block_size {size}: allowed are powers of two up to {tuning.KEYS}"
-    return None
+    if widths.index_topk > tuning.MOST_ENTRIES:
+        return f"index_topk {widths.index_topk}: allowed are up to {tuning.MOST_ENTRIES}"
+    if widths.candidate_topk_blocks > tuning.MOST_BLOCKS:
+        return f"candidate_topk_blocks {widths.candidate_topk_blocks}: allowed are up to {tuning.MOST_BLOCKS}"
+    return refuse_index_head_dim(widths)
 
 
 @select.implement("triton", devices=frozenset({"cuda"}), refuses=_refuses)
@@ -51,25 +54,8 @@ def select_triton(
 
     Candidates are distinct and ascending, as :func:`select_candidates` gives them.
     """
-    selected = query.new_empty((query.shape[0], top_k), dtype=torch.int32)
-    for low in range(0, query.shape[0], tuning.ROWS_AT_ONCE):
-        part = slice(low, low + tuning.ROWS_AT_ONCE)
-        listed = None if candidates is None else candidates[part].contiguous()
-        entries, _ = _score(
-            query[part],
-            weights[part],
-            keys,
-            page_table,
-            slots[part],
-            positions[part],
-            listed,
-            scale,
-            top_k,
-            0,
-            block_size,
-        )
-        _unite(entries, selected[part])
-    return selected
+    _check_dtypes("select", query, weights)
+    return run(query, weights, keys, page_table, slots, positions, candidates, scale, top_k, 0, block_size)[0]
 
 
 @select_candidates.implement("triton", devices=frozenset({"cuda"}), refuses=_refuses)
@@ -86,15 +72,44 @@ def select_candidates_triton(
     block_size: int,
 ) -> tuple[Tensor, Tensor]:
     """See the reference and :func:`select_triton`."""
+    _check_dtypes("select_candidates", query, weights)
+    return run(query, weights, keys, page_table, slots, positions, None, scale, top_k, top_blocks, block_size)
+
+
+def _check_dtypes(operator: str, query: Tensor, weights: Tensor) -> None:
+    for name, tensor in (("query", query), ("weights", weights)):
+        if tensor.dtype != torch.bfloat16:
+            raise TypeError(
+                f"{operator}, backend triton: {name} of {tensor.dtype}; allowed: torch.bfloat16. Use numerics "
+                "reference."
+            )
+
+
+def run(
+    query: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    page_table: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    candidates: Tensor | None,
+    scale: float,
+    top_k: int,
+    top_blocks: int,
+    block_size: int,
+) -> tuple[Tensor, Tensor]:
+    """Both operators: choices [R, top_k], within candidates if there are any, and blocks [R, top_blocks]."""
     rows = query.shape[0]
     selected = query.new_empty((rows, top_k), dtype=torch.int32)
     chosen = query.new_empty((rows, top_blocks), dtype=torch.int32)
     for low in range(0, rows, tuning.ROWS_AT_ONCE):
         part = slice(low, low + tuning.ROWS_AT_ONCE)
         row_arguments = query[part], weights[part], keys, page_table, slots[part], positions[part]
-        entries, blocks = _score(*row_arguments, None, scale, top_k, top_blocks, block_size)
+        listed = None if candidates is None else candidates[part].contiguous()
+        entries, blocks = _score(*row_arguments, listed, scale, top_k, top_blocks, block_size)
         _unite(entries, selected[part])
-        _unite(blocks, chosen[part])
+        if top_blocks:
+            _unite(blocks, chosen[part])
     return selected, chosen
 
 
@@ -138,12 +153,19 @@ def _score(
             f"select, backend triton: keys have strides {keys.stride()}; allowed are contiguous pools. Use one "
             "tensor a pool."
         )
+    if tuning.KEYS % keys.shape[1]:
+        raise ValueError(
+            f"select, backend triton: pages of {keys.shape[1]} entries; allowed are divisors of {tuning.KEYS}, the "
+            "keys of a tile. Use numerics reference."
+        )
     most = page_table.shape[1] * keys.shape[1]
     splits = tuning.splits_for(rows, -(-most // tuning.KEYS))
-    entries = _lists(query, splits, max(power_of_two(tuning.LIST_LENGTHS * top_k), 4 * tuning.KEYS))
+    entries = _lists(query, splits, max(triton.next_power_of_2(tuning.LIST_LENGTHS * top_k), 4 * tuning.KEYS))
     blocks = entries
     if top_blocks:
-        blocks = _lists(query, splits, max(power_of_two(tuning.BLOCK_LIST_LENGTHS * top_blocks), 4 * tuning.KEYS))
+        blocks = _lists(
+            query, splits, max(triton.next_power_of_2(tuning.BLOCK_LIST_LENGTHS * top_blocks), 4 * tuning.KEYS)
+        )
     listed = 0 if candidates is None else candidates.shape[1]
     page_table = page_table.contiguous()
     tensors = (
@@ -179,14 +201,13 @@ def _score(
             packed=packed,
             aligned=packed and channels == 128 and keys.data_ptr() % 4 == 0,
             least_tiles=tuning.LEAST_TILES,
-            assembly=query.dtype == torch.bfloat16,
             ROWS=together,
             KEYS=tuning.KEYS,
-            HEADS=max(power_of_two(heads), 8),
-            CHANNELS=128 if packed else max(power_of_two(channels), 16),
+            HEADS=max(triton.next_power_of_2(heads), 8),
+            CHANNELS=128 if packed else max(triton.next_power_of_2(channels), 16),
             CAPACITY=entries.capacity,
             BLOCK_CAPACITY=blocks.capacity,
-            LISTED=power_of_two(max(listed, 1)),
+            LISTED=triton.next_power_of_2(max(listed, 1)),
             num_warps=tuning.WARPS,
             maxnreg=registers,
         )
@@ -197,10 +218,10 @@ def _unite(lists: _Lists, result: Tensor) -> None:
     """The best of all lists of a row, ascending, -1 padded, to result [R, keep] int32; the lists are used up."""
     rows, splits = lists.counts.shape
     keep = result.shape[1]
-    most = max(2, min(tuning.FAN, tuning.UNITED // power_of_two(keep)))
+    most = max(2, min(tuning.FAN, tuning.UNITED // triton.next_power_of_2(keep)))
     step = 1
     while True:
-        fan = min(most, power_of_two(-(-splits // step)))
+        fan = min(most, triton.next_power_of_2(-(-splits // step)))
         final = fan * step >= splits
         unite_lists[(rows, -(-splits // (fan * step)))](
             lists.codes,
@@ -213,8 +234,8 @@ def _unite(lists: _Lists, result: Tensor) -> None:
             final=final,
             CAPACITY=lists.capacity,
             FAN=fan,
-            KEEP=power_of_two(keep),
-            num_warps=max(4, min(16, fan * power_of_two(keep) // 1024)),
+            KEEP=triton.next_power_of_2(keep),
+            num_warps=max(4, min(16, fan * triton.next_power_of_2(keep) // 1024)),
         )
         if final:
             return

@@ -60,7 +60,6 @@ def score_rows(
     packed: tl.constexpr,
     aligned: tl.constexpr,
     least_tiles: tl.constexpr,
-    assembly: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -190,15 +189,15 @@ def score_rows(
         if packed:
             found = found_keys(
                 *(word_0, word_1, word_2, word_3, factor, word_4, word_5, word_6, word_7, second_factor),
-                *(q.dtype, assembly, KEYS),
+                KEYS,
             )
             word_4, word_5, word_6, word_7, second_factor = next_4, next_5, next_6, next_7, next_second
         else:
             found = word_0
         word_0, word_1, word_2, word_3, factor = next_0, next_1, next_2, next_3, next_factor
-        code = score_codes(found, q, w, assembly, ROWS, KEYS, HEADS)
+        code = score_codes(found, q, w, ROWS, KEYS, HEADS)
         code = tl.where(number[:, None] < limit[None, :], code, 0)
-        state = append(codes, entries, splits * CAPACITY, code, number, state, q.dtype, assembly)
+        state = append(codes, entries, splits * CAPACITY, code, number, state, q.dtype)
         if (tile == check) | (tile == high - 1):
             state, check = shorten(codes, entries, splits * CAPACITY, tile, high, KEYS, state, top_k, CAPACITY)
         if top_blocks > 0:
@@ -208,9 +207,7 @@ def score_rows(
             number = number // block_size
             best = tl.where(number[:, None] == newest[None, :], FORCED, best)
             best = tl.where((tl.arange(0, KEYS) % block_size == 0)[:, None], best, 0)
-            block_state = append(
-                block_codes, blocks, splits * BLOCK_CAPACITY, best, number, block_state, q.dtype, assembly
-            )
+            block_state = append(block_codes, blocks, splits * BLOCK_CAPACITY, best, number, block_state, q.dtype)
             if (tile == block_check) | (tile == high - 1):
                 block_state, block_check = shorten(
                     block_codes,

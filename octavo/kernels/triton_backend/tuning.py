@@ -1,13 +1,11 @@
 """How the kernels of ``attend`` are cut, by shape: a reviewed table, and the number of parts that fills the device.
 
-Reasoned for an H200: 132 multiprocessors, 227 KiB of shared memory and 65,536 registers each.
+Reasoned for an H200: each multiprocessor has 227 KiB of shared memory and 65,536 registers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-MULTIPROCESSORS = 132
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +40,8 @@ def choose_attend_form(heads: int, channels: int, hopper: bool) -> AttendForm:
     return FEW_HEADS if heads <= FEW_HEADS.heads else MANY_HEADS
 
 
-def choose_splits(form: AttendForm, rows: int, heads: int, tiles: int) -> int:
+def choose_splits(form: AttendForm, rows: int, heads: int, tiles: int, multiprocessors: int) -> int:
     """Parts of a row's keys: as many as it takes for all programs to be resident at once, and none without a tile."""
     programs = rows * -(-heads // form.heads)
-    share = -(-tiles // max(1, form.resident * MULTIPROCESSORS // programs))
+    share = -(-tiles // max(1, form.resident * multiprocessors // programs))
     return -(-tiles // share)

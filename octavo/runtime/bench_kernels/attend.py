@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +13,9 @@ from torch import Tensor
 from octavo import kernels
 from octavo.kernels.paging import PAGE_TOKENS, pages_for
 from octavo.kernels.storage import packed_entry_bytes
-from octavo.runtime.bench_kernels.case import KernelCase, Prepared
+from octavo.runtime.bench_kernels.case import KernelCase, Prepared, call_copy, copies_for
 
 _CHANNELS, _WINDOW, _TOP_K = 512, 128, 512
-_COLD_BYTES = 256e6
-"""That calls go around, several times what the caches hold: in a step, weights pass between two calls."""
 _MOST_COPIES = 256
 
 
@@ -78,21 +75,17 @@ def _prepare(shape: _Shape) -> Prepared:
         moved += of_entries * shape.entry_bytes + 2.0 * of_window * _CHANNELS
     else:
         moved += min(of_entries, shape.tokens) * shape.entry_bytes + 2.0 * (shape.rows + _WINDOW) * _CHANNELS
-    copies = max(2, min(_MOST_COPIES, math.ceil(_COLD_BYTES / moved)))
+    copies = copies_for(moved, _MOST_COPIES)
     inputs += [_inputs(shape, random) for _ in range(copies - 1)]
     return Prepared(
         variants={
-            name: functools.partial(_call, kernels.attend.backends[name].overload, inputs)
+            name: functools.partial(call_copy, kernels.attend.backends[name].overload, inputs)
             for name in ("triton", "torch")
         },
         copies=copies,
         operations=4.0 * shape.heads * _CHANNELS * (of_window + of_entries),
         bytes=moved,
     )
-
-
-def _call(overload: torch._ops.OpOverload, inputs: list[dict[str, Any]], number: int) -> object:
-    return overload(**inputs[number])
 
 
 def _inputs(shape: _Shape, random: torch.Generator) -> dict[str, Any]:

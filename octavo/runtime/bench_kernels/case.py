@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 BYTES_PER_SECOND = 4.8e12
 """Of an H200's memory, by its datasheet."""
 BF16_PER_SECOND = 989e12
 """Operations of its tensor cores in BF16, dense, by its datasheet."""
 FP8_PER_SECOND = 1979e12
+_COLD_BYTES = 256e6
+"""That calls go around, several times what the caches hold: in a step, weights pass between two calls."""
 
 Call = Callable[[int], object]
 """Computes the operator on one of several copies of its inputs; the argument numbers the copy."""
@@ -41,3 +45,13 @@ class KernelCase:
 
     name: str
     prepare: Callable[[], Prepared]
+
+
+def copies_for(moved: float, most: int) -> int:
+    """How many copies of inputs none waits in a cache for, at ``moved`` bytes a call: two to ``most``."""
+    return max(2, min(most, math.ceil(_COLD_BYTES / moved)))
+
+
+def call_copy(overload: Callable[..., object], inputs: Sequence[Mapping[str, Any]], number: int) -> object:
+    """The operator on one of the copies of its arguments; partially applied, a :data:`Call`."""
+    return overload(**inputs[number])

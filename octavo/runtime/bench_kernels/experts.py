@@ -14,7 +14,7 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo.kernels.torch_backend.dequantise import bf16_rows
-from octavo.runtime.bench_kernels.case import KernelCase, Prepared
+from octavo.runtime.bench_kernels.case import KernelCase, Prepared, call_copy
 
 _HIDDEN, _INNER, _EXPERTS, _RESIDENT, _TOP_K, _LIMIT = 5120, 2304, 384, 48, 6, 10.0
 _COPIES = 3
@@ -37,7 +37,7 @@ def _prepare(rows: int) -> Prepared:
     counts = _pairs_of_experts(inputs[0])
     return Prepared(
         variants={
-            name: functools.partial(_call, kernels.experts.backends[name].overload, inputs)
+            name: functools.partial(call_copy, kernels.experts.backends[name].overload, inputs)
             for name in ("triton", "torch")
         },
         copies=_COPIES,
@@ -87,10 +87,6 @@ def _pairs_of_experts(given: dict[str, Any]) -> Tensor:
     routing = given["live"], given["image"], given["bias"], given["bias_vl"]
     steps.choose(torch.mm(widened, given["gate"].t()), *routing, counts, 0, _TOP_K, 1.5)
     return counts
-
-
-def _call(overload: torch._ops.OpOverload, inputs: list[dict[str, Any]], number: int) -> object:
-    return overload(**inputs[number])
 
 
 def _inputs(rows: int) -> list[dict[str, Any]]:

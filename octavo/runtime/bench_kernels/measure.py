@@ -42,7 +42,7 @@ def _measure(prepared: Prepared, repeat: int) -> dict[str, Any]:
             runs[name], captured = _several(call, calls, prepared.copies)
             runs[name]()
             torch.cuda.synchronize()
-            variants[name] = {"captured": captured, "difference": _difference(results)}
+            variants[name] = {"captured": captured, "difference": difference(results)}
         except Exception as error:
             variants[name] = {"error": _short(error)}
             runs.pop(name, None)
@@ -76,6 +76,8 @@ def _several(call: Call, calls: int, copies: int) -> tuple[Callable[[], None], b
     try:
         with torch.cuda.graph(graph):
             eagerly()
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError:  # it waits for the device
         torch.cuda.synchronize()
         return eagerly, False
@@ -92,22 +94,36 @@ def _seconds(run: Callable[[], None]) -> float:
     return float(start.elapsed_time(end)) / 1e3
 
 
-def _difference(results: dict[str, object]) -> float | None:
-    """Relative L2 of the last result against the first, if both are tensors of one shape."""
+def difference(results: dict[str, object]) -> float | None:
+    """Relative L2 of the last result against the first, if both are tensors of one shape of floating-point numbers.
+
+    Choices are numbers of entries: how far these lie apart says nothing.
+    """
     first, last = next(iter(results.values())), results[next(reversed(results))]
     if first is last or not (isinstance(first, Tensor) and isinstance(last, Tensor) and first.shape == last.shape):
+        return None
+    if not (first.is_floating_point() and last.is_floating_point()):
         return None
     apart = torch.linalg.vector_norm((first - last).float())
     return float(apart / torch.linalg.vector_norm(first.float()).clamp_min(1e-30))
 
 
 def _kernels(call: Call) -> list[str]:
-    """Names of the kernels of one call, in the order of their launches; empty if the profiler may not see them."""
+    """Names of the kernels of one call, in the order of their launches; empty if the profiler may not see them.
+
+    Called eagerly: a replay is one launch.
+    """
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         call(0)
         torch.cuda.synchronize()
-    on_device = (event for event in profiler.events() if event.device_type is DeviceType.CUDA)
-    return list(dict.fromkeys(event.name for event in on_device if not event.name.startswith("Mem")))
+    return names_on(profiler, DeviceType.CUDA)
+
+
+def names_on(profiler: profile, kind: DeviceType) -> list[str]:
+    """What ran on one kind of device, each name once, without copies and fills."""
+    # Compared by value: every event carries an object of its own.
+    names = (event.name for event in profiler.events() if event.device_type == kind)
+    return list(dict.fromkeys(name for name in names if not name.startswith("Mem")))
 
 
 def _short(error: Exception) -> str:

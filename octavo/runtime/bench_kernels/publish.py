@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from octavo import kernels
-from octavo.kernels.paging import PAGE_TOKENS
+from octavo.kernels.paging import PAGE_TOKENS, pages_for
 from octavo.kernels.rope import yarn_frequencies
 from octavo.kernels.storage import packed_entry_bytes, packed_key_bytes
-from octavo.runtime.bench_kernels.case import KernelCase, Prepared
+from octavo.runtime.bench_kernels.case import KernelCase, Prepared, call_copy
 
 _CHANNELS, _KEY_CHANNELS, _TURNING = 512, 128, 64
 _CONTEXT = 32768
@@ -33,7 +33,7 @@ def _prepare(rows: int, requests: int, ratio: int) -> Prepared:
     stored = rows / ratio * (packed_entry_bytes(_CHANNELS) + packed_key_bytes(_KEY_CHANNELS))
     return Prepared(
         variants={
-            name: functools.partial(_call, kernels.publish.backends[name].overload, inputs)
+            name: functools.partial(call_copy, kernels.publish.backends[name].overload, inputs)
             for name in ("triton", "torch")
         },
         copies=_COPIES,
@@ -42,15 +42,12 @@ def _prepare(rows: int, requests: int, ratio: int) -> Prepared:
     )
 
 
-def _call(overload: Callable[..., object], inputs: list[dict[str, Any]], number: int) -> object:
-    return overload(**inputs[number])
-
-
 def _inputs(rows: int, requests: int, ratio: int) -> dict[str, Any]:
     cuda: Any = {"device": "cuda"}
-    each, pages = rows // requests, (_CONTEXT + rows // requests) // PAGE_TOKENS + 1
+    each = rows // requests
     row = torch.arange(rows, **cuda)
     start = _CONTEXT + (ratio == 2 and requests == rows)  # a decode step that completes pairs
+    pages = pages_for(start + each)
     dtype = torch.float32 if ratio == 2 else torch.bfloat16
     pools = (packed_entry_bytes(_CHANNELS), packed_key_bytes(_KEY_CHANNELS))
     entries, keys = (

@@ -5,8 +5,7 @@ choices within candidate blocks. The library's part is ``deep_gemm.fp8_mqa_logit
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -16,12 +15,11 @@ import torch
 from torch import Tensor
 
 from octavo import kernels
-from octavo.kernels.paging import PAGE_TOKENS
+from octavo.kernels.paging import PAGE_TOKENS, pages_for
 from octavo.kernels.storage import packed_key_bytes
-from octavo.runtime.bench_kernels.case import FP8_PER_SECOND, Call, KernelCase, Prepared
+from octavo.runtime.bench_kernels.case import FP8_PER_SECOND, Call, KernelCase, Prepared, call_copy, copies_for
 
 _HEADS, _CHANNELS, _TOP_K, _TOP_BLOCKS, _BLOCK = 32, 128, 512, 2048, 8
-_COLD_BYTES = 256e6
 _MOST_COPIES = 32
 _TORCH_SCORES = 1 << 26
 """Scores that the backend torch is asked for: at more it takes seconds."""
@@ -70,12 +68,12 @@ def _prepare(shape: _Shape) -> Prepared:
     scored = float(visible.clamp_max(_TOP_BLOCKS * _BLOCK).sum() if shape.within else visible.sum())
     distinct = min(scored, float(shape.requests * shape.keys))
     moved = distinct * packed_key_bytes(_CHANNELS) + shape.rows * (2.0 * _HEADS * (_CHANNELS + 1) + 4.0 * _TOP_K)
-    copies = max(2, min(_MOST_COPIES, math.ceil(_COLD_BYTES / moved)))
+    copies = copies_for(moved, _MOST_COPIES)
     inputs += [_inputs(shape, random) for _ in range(copies - 1)]
     backends = kernels.OPERATORS[shape.operator].backends
-    variants: dict[str, Call] = {"triton": functools.partial(_call, backends["triton"].overload, inputs)}
+    variants: dict[str, Call] = {"triton": functools.partial(call_copy, backends["triton"].overload, inputs)}
     if shape.rows * shape.keys <= _TORCH_SCORES:
-        variants["torch"] = functools.partial(_call, backends["torch"].overload, inputs)
+        variants["torch"] = functools.partial(call_copy, backends["torch"].overload, inputs)
     if find_spec("deep_gemm") is not None and shape.requests == 1 and shape.operator == "select" and not shape.within:
         variants["deep_gemm and topk"] = _library(shape, inputs[0])
     return Prepared(
@@ -85,10 +83,6 @@ def _prepare(shape: _Shape) -> Prepared:
         bytes=moved,
         operations_per_second=FP8_PER_SECOND,
     )
-
-
-def _call(overload: Callable[..., object], inputs: list[dict[str, Any]], number: int) -> object:
-    return overload(**inputs[number])
 
 
 def _library(shape: _Shape, given: dict[str, Any]) -> Call:
@@ -111,7 +105,7 @@ def _library(shape: _Shape, given: dict[str, Any]) -> Call:
 def _inputs(shape: _Shape, random: torch.Generator) -> dict[str, Any]:
     cuda: Any = {"device": "cuda", "generator": random}
     each, tokens = shape.rows // shape.requests, shape.keys * shape.ratio
-    pages = tokens // PAGE_TOKENS
+    pages = pages_for(tokens)
     row = torch.arange(shape.rows, device="cuda")
     positions = (tokens - each + row % each).int()
     pool = (shape.requests * pages, PAGE_TOKENS // shape.ratio, packed_key_bytes(_CHANNELS))

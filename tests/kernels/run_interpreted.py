@@ -1,0 +1,33 @@
+"""Triton's interpreter for modules of tests. It is chosen before Triton is imported: a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import torch
+
+SECONDS = 290
+"""That a run may take, less than the time of its test."""
+
+
+def run_interpreted(module: str) -> str:
+    """What ``tests.kernels.MODULE`` prints; fails with its last words if it fails."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", f"tests.kernels.{module}"],
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    return done.stdout
+
+
+def pretend_to_have_processors(count: int) -> None:
+    """For the rest of such a process: kernels are cut for a device of so many multiprocessors."""
+    properties = SimpleNamespace(multi_processor_count=count)
+    vars(torch.cuda).update(get_device_properties=lambda device: properties)
