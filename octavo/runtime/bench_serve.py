@@ -7,16 +7,17 @@ from a fixed number of clients, each of which sends its next request when it has
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import re
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
+import msgspec
+from msgspec import Meta
 
 import octavo
 from octavo.errors import OctavoError, UsageError
@@ -78,6 +79,34 @@ class Bounds:
     def given(self) -> dict[str, float]:
         values = {"first_token": self.first_token, "inter_token": self.inter_token, "latency": self.latency}
         return {name: value for name, value in values.items() if value is not None}
+
+
+class _Choice(msgspec.Struct):
+    text: str
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: Annotated[int, Meta(ge=1)]
+
+
+class _Failure(msgspec.Struct):
+    message: str
+
+
+class _Event(msgspec.Struct):
+    """Of the stream of a completion, as far as it is read."""
+
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: _Failure | None = None
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: Annotated[list[_Model], Meta(min_length=1)]
 
 
 @dataclass(slots=True)
@@ -159,8 +188,8 @@ async def _served_model(client: httpx.AsyncClient, url: str) -> str:
     try:
         response = await client.get("/v1/models")
         response.raise_for_status()
-        return str(response.json()["data"][0]["id"])
-    except (httpx.HTTPError, ValueError, LookupError) as error:
+        return msgspec.json.decode(response.content, type=_Models).data[0].id
+    except (httpx.HTTPError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise OctavoError(
             f"{url}: /v1/models does not answer as a server's would ({error or type(error).__name__})"
         ) from error
@@ -184,27 +213,34 @@ async def _call(client: httpx.AsyncClient, model: str, call: Call, began: float,
                 call.error = f"status {response.status_code}"
             else:
                 await _read(response, call, began)
+    except msgspec.DecodeError as error:
+        call.error = f"an event that is none of a completion: {error}"
     except (httpx.HTTPError, TimeoutError, ValueError) as error:
         call.error = type(error).__name__
     call.ended = time.perf_counter() - began
 
 
 async def _read(response: httpx.Response, call: Call, began: float) -> None:
-    """Events until the last; a stream that ends without it, or with an error, has failed."""
+    """Events until the last; a stream that ends without it, with an error, or without text or usage, has failed.
+
+    Raises :class:`msgspec.DecodeError` for an event that is none of a completion.
+    """
     async for line in response.aiter_lines():
         if line == _DONE:
             if not call.arrivals:
                 call.error = "an answer without text"
+            elif not call.answer_tokens:
+                call.error = "an answer without usage"
             return
         if line.startswith("data: "):
-            event = json.loads(line.removeprefix("data: "))
-            if "error" in event:
-                call.error = f"error in the stream: {event['error']['message']}"
+            event = msgspec.json.decode(line.removeprefix("data: "), type=_Event)
+            if event.error is not None:
+                call.error = f"error in the stream: {event.error.message}"
                 return
-            if any(choice["text"] for choice in event["choices"]):
+            if any(choice.text for choice in event.choices):
                 call.arrivals.append(time.perf_counter() - began)
-            if event.get("usage") is not None:
-                call.answer_tokens = event["usage"]["completion_tokens"]
+            if event.usage is not None:
+                call.answer_tokens = event.usage.completion_tokens
     call.error = "the stream ended before its end"
 
 

@@ -77,10 +77,10 @@ class EngineCore:
         self.scheduler.add(request)
         self.stats.prompt_tokens += request.prompt_length
 
-    def abort(self, request: Request) -> None:
+    def abort(self, request: Request, reason: FinishReason = "abort") -> None:
         """End a request as it is; nothing happens if it was never added or has ended."""
         if request.order >= 0 and not request.done:
-            self._finish(request, "abort")
+            self._finish(request, reason)
 
     def step(self) -> None:
         """Compute one step, if there is anything to compute."""

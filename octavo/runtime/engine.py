@@ -32,6 +32,7 @@ from octavo.runtime.sampler import TokenLogprob
 from octavo.runtime.sampling import SamplingParams
 from octavo.runtime.scheduler import Scheduler
 from octavo.runtime.step_program import ladders
+from octavo.runtime.token_ids import check_params_ids, check_prompt_ids
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """Text to continue, token ids, or chat messages (``{"role": "user", "content": "..."}``, ...)."""
@@ -157,12 +158,7 @@ class EngineBase:
         messages = [item for item in items if isinstance(item, Mapping)]
         if items and len(messages) == len(items):
             return encode_chat(self.tokenizer, messages)
-        vocabulary, image = self.model_config.text_config.vocab_size, self.model_config.image_token_id
-        for item in items:
-            if not isinstance(item, int) or isinstance(item, bool) or not 0 <= item < vocabulary:
-                raise UsageError(f"The prompt holds {item!r}: token ids are integers from 0 to {vocabulary - 1}.")
-            if item == image:
-                raise UsageError(f"The prompt holds the image token {image}. Images are not understood yet.")
+        check_prompt_ids(items, self.model_config)
         return items
 
     def stats(self) -> dict[str, Any]:
@@ -200,11 +196,7 @@ class EngineBase:
         self, number: int, ids: list[int], params: SamplingParams, sink: Callable[[Delta], None]
     ) -> list[Request]:
         """The requests for all answers to one prompt."""
-        vocabulary = self.model_config.text_config.vocab_size
-        for name, tokens in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
-            for token in tokens:
-                if token >= vocabulary:
-                    raise UsageError(f"{name} {token}: token ids are integers from 0 to {vocabulary - 1}")
+        check_params_ids(params, self.model_config)
         eos = () if params.ignore_eos else (self.model_config.eos_token_id,)
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         now = time.monotonic()

@@ -12,7 +12,7 @@ from torch import Tensor
 from octavo.errors import OctavoError
 from octavo.runtime.chat import THINK_END
 from octavo.runtime.sampling import TokenMask
-from octavo.runtime.server.grammar import LIMITS, compile_grammar, unusable
+from octavo.runtime.server.grammar import LIMITS, compile_grammar, panics_raise, unusable
 from octavo.runtime.server.messages import Grammar
 from octavo.runtime.tokenizer import Tokenizer
 
@@ -32,9 +32,11 @@ class GrammarMasks:
         up to the token ``</think>``. Raises :class:`UsageError` for a grammar that cannot be used.
         """
         think_end = self._tokenizer.special_id(THINK_END) if thinking else None
-        matcher = LLMatcher(self._vocabulary, compile_grammar(grammar, think_end), log_level=0, limits=LIMITS)
-        first = matcher.deep_copy()
-        first.compute_bitmask()
+        compiled = compile_grammar(grammar, think_end)
+        with panics_raise(unusable(grammar, "llguidance fails at it")):
+            matcher = LLMatcher(self._vocabulary, compiled, log_level=0, limits=LIMITS)
+            first = matcher.deep_copy()
+            first.compute_bitmask()
         if first.is_error():  # nothing matches, or it is too large for this vocabulary
             raise unusable(grammar, first.get_error())
         return _Mask(matcher, answers, self._tokenizer.vocab_size)
@@ -49,10 +51,11 @@ class _Mask:
 
     def __call__(self, answer: Sequence[int]) -> Tensor:
         tokens, matcher = self._state(list(answer[:-1]))
-        if answer:
-            tokens.append(answer[-1])
-            matcher.consume_token(answer[-1])
-        allowed = matcher.compute_bitmask()
+        with panics_raise(OctavoError("The answer's grammar cannot go on: llguidance fails at it")):
+            if answer:
+                tokens.append(answer[-1])
+                matcher.consume_token(answer[-1])
+            allowed = matcher.compute_bitmask()
         if matcher.is_error():
             raise OctavoError(f"The answer's grammar cannot go on: {matcher.get_error()}")
         bits = numpy.unpackbits(numpy.frombuffer(allowed, numpy.uint8), count=self._vocab_size, bitorder="little")

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from octavo.errors import OctavoError
 from octavo.runtime.core import EngineCore
-from octavo.runtime.request import Request
+from octavo.runtime.request import FinishReason, Request
 
 Command = Callable[[], None]
 T = TypeVar("T")
@@ -67,11 +67,11 @@ class EngineLoop:
             self._open.append((requests, on_failure))
             self._commands.put(add)
 
-    def abort(self, request: Request) -> None:
-        """End a request as it is; its sink gets the finished answer."""
+    def abort(self, request: Request, reason: FinishReason = "abort") -> None:
+        """End a request as it is; its sink gets the finished answer. Another reason than ``abort`` counts as that."""
         with self._lock:
             if self._failure is None and not self._closing:
-                self._commands.put(lambda: self._core.abort(request))
+                self._commands.put(lambda: self._core.abort(request, reason))
 
     def ask(self, question: Callable[[EngineCore], T]) -> T:
         """Evaluate ``question`` between two steps; returns or raises what it does."""

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -76,14 +77,14 @@ def _event(block: str) -> tuple[str | None, Any]:
     return name, data if data == "[DONE]" else json.loads(data)
 
 
-def application(stub: StubClient, **options: Any) -> FastAPI:
+def application(stub: StubClient, dump_dir: Path | None = None, **options: Any) -> FastAPI:
     """The application over a stub, with ``options`` of its :class:`ServerConfig`."""
-    return create_app(ServerConfig(served_model_name=MODEL, **options), stub, TOKENIZER, MODEL_CONFIG)
+    return create_app(ServerConfig(**options), stub, TOKENIZER, MODEL_CONFIG, model=MODEL, dump_dir=dump_dir)
 
 
 @contextlib.contextmanager
 def serve(**options: Any) -> Iterator[Served]:
-    """A server with ``options`` of its :class:`ServerConfig`."""
+    """A server with ``options`` of :func:`application`."""
     stub = StubClient()
     server = uvicorn.Server(
         uvicorn.Config(application(stub, **options), log_level="warning", lifespan="off", access_log=False)

@@ -12,7 +12,7 @@ from octavo.model.packaged import nano_path
 from octavo.runtime.answer_text import AnswerText
 from octavo.runtime.sampling import SamplingParams
 from octavo.runtime.server.engine_interface import EngineGone, EngineState, NotReady, Overloaded, RequestStream
-from octavo.runtime.server.messages import Finished, Logprob, Ready, Refused, Submit, Tokens, sampling_params
+from octavo.runtime.server.messages import Finished, Logprob, Ready, Refused, Submit, Tokens, frame, sampling_params
 from octavo.runtime.tokenizer import Tokenizer
 
 MODEL_CONFIG = ModelConfig.from_path(nano_path())
@@ -46,6 +46,8 @@ class StubClient:
         self.owners: deque[str] = deque(maxlen=8)
         self.aborted: deque[str] = deque(maxlen=8)
         """By closing their streams."""
+        self.stopped: deque[int] = deque(maxlen=8)
+        """Answers that were ended alone, at a stop string."""
         self.refusal: str | None = None
         self.token_seconds = 0.0
         """Between two tokens; 0 gives all of them at once."""
@@ -61,10 +63,24 @@ class StubClient:
             raise NotReady(f"The engine is {self.state.phase}: {self.state.detail}")
         if self.most_open is not None and len(self.open_requests) >= self.most_open:
             raise Overloaded("Too many requests wait.", 7)
+        frame([submit])  # it could go to another process
         self.submitted.append(submit)
         self.owners.append(owner)
-        stream = RequestStream(submit, lambda: self._end(submit.id))
-        task = asyncio.get_running_loop().create_task(self._run(submit, stream))
+        params = sampling_params(submit.params)
+        answers = [
+            _Answer(submit, params, index, encode(self.answer(submit, index)), self.failure)
+            for index in range(len(submit.prompts) * params.n)
+        ]
+
+        def abort(index: int | None) -> None:
+            if index is None:
+                self._end(submit.id)
+            elif not answers[index].finished:
+                self.stopped.append(index)
+                answers[index].finish(stream, "stop")
+
+        stream = RequestStream(submit, abort)
+        task = asyncio.get_running_loop().create_task(self._run(submit, stream, answers))
         self.open_requests[submit.id] = (task, owner)
         task.add_done_callback(lambda _: self.open_requests.pop(submit.id, None))
         return stream
@@ -88,15 +104,10 @@ class StubClient:
         entry[0].cancel()
         return True
 
-    async def _run(self, submit: Submit, stream: RequestStream) -> None:
+    async def _run(self, submit: Submit, stream: RequestStream, answers: list[_Answer]) -> None:
         if self.refusal is not None:
             stream.put(Refused(id=submit.id, message=self.refusal))
             return
-        params = sampling_params(submit.params)
-        answers = [
-            _Answer(submit, params, index, encode(self.answer(submit, index)), self.failure)
-            for index in range(params.n)
-        ]
         if self.first_token_seconds:
             await asyncio.sleep(self.first_token_seconds)
         made = 0
@@ -119,6 +130,7 @@ class StubClient:
 class _Answer:
     def __init__(self, submit: Submit, params: SamplingParams, index: int, ids: list[int], failure: str | None) -> None:
         self._submit = submit
+        self._prompt = submit.prompts[index // params.n]
         self._params = params
         self._index = index
         self._ids = iter(ids)
@@ -134,13 +146,13 @@ class _Answer:
             self.finish(stream, "error", error=self._failure)
         elif token == EOS and not self._params.ignore_eos:
             self._give(stream, self._text.finish()[0], token)
-            self.finish(stream, "stop", stop=token)
+            self.finish(stream, "stop")
         else:
             text, stop = self._text.push(token)
             ended = self._made == self._params.max_tokens
             self._give(stream, text + (self._text.finish()[0] if ended and stop is None else ""), token)
             if stop is not None:
-                self.finish(stream, "stop", stop=stop)
+                self.finish(stream, "stop")
             elif ended:
                 self.finish(stream, "length")
 
@@ -155,13 +167,11 @@ class _Answer:
                 logprob=None if wanted is None else _logprob(token, wanted),
                 prompt_logprobs=None
                 if prompt is None or self._made > 1
-                else [None, *(_logprob(token, prompt) for token in self._submit.prompt[1:])],
+                else [None, *(_logprob(token, prompt) for token in self._prompt[1:])],
             )
         )
 
-    def finish(
-        self, stream: RequestStream, reason: Any, stop: str | int | None = None, error: str | None = None
-    ) -> None:
+    def finish(self, stream: RequestStream, reason: Any, error: str | None = None) -> None:
         if self.finished:
             return
         self.finished = True
@@ -170,9 +180,7 @@ class _Answer:
                 id=self._submit.id,
                 index=self._index,
                 reason=reason,
-                stop=stop,
                 error=error,
-                prompt_tokens=len(self._submit.prompt),
                 answer_tokens=self._made,
                 queue_seconds=0.0,
                 prefill_seconds=0.0,

@@ -11,13 +11,13 @@ from starlette.types import Receive, Scope, Send
 
 from octavo.runtime.server.access_log import AccessLog
 from octavo.runtime.server.engine_interface import RequestStream
-from octavo.runtime.server.messages import Submit
+from octavo.runtime.server.messages import Finished, Submit
 from octavo.runtime.server.metrics import Metrics
 
 
 async def answering(scope: Scope, receive: Receive, send: Send) -> None:
     """An application that opens a stream and answers."""
-    scope["state"]["record"].stream = RequestStream(Submit(id="r", prompt=[1, 2], params={}), lambda: None)
+    scope["state"]["record"].stream = RequestStream(Submit(id="r", prompts=[[1], [2]], params={}), lambda index: None)
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
     await send({"type": "http.response.body", "body": b"ok"})
 
@@ -54,10 +54,24 @@ def ask(application: Any, headers: list[tuple[bytes, bytes]], **options: Any) ->
 
 def test_prompts_are_logged_only_if_asked_for() -> None:
     line, _ = ask(answering, [])
-    assert "prompt" not in line and (line["prompt_tokens"], line["finish"], line["client"]) == (2, [], "::1")
+    assert "prompts" not in line and (line["prompt_tokens"], line["finish"], line["client"]) == (2, [], "::1")
     assert len(line["path"]) == 200
     line, _ = ask(answering, [], decode=lambda ids: f"text of {ids}")
-    assert line["prompt"] == "text of [1, 2]"
+    assert line["prompts"] == ["text of [1]", "text of [2]"]
+
+
+def test_answers_are_told_by_what_they_took() -> None:
+    async def finishing(scope: Scope, receive: Receive, send: Send) -> None:
+        await answering(scope, receive, send)
+        times = {"queue_seconds": 0.5, "prefill_seconds": 0.25, "decode_seconds": 2.0}
+        scope["state"]["record"].stream.finished = [
+            Finished(id="r", index=index, reason="stop", error=None, answer_tokens=3, preemptions=2, **times)
+            for index in range(2)
+        ]
+
+    line, _ = ask(finishing, [])
+    assert (line["answer_tokens"], line["finish"], line["preemptions"]) == (6, ["stop", "stop"], 4)
+    assert (line["queue_seconds"], line["prefill_seconds"], line["decode_seconds"]) == (0.5, 0.25, 2.0)
 
 
 def test_an_answer_that_breaks_off_is_not_complete() -> None:

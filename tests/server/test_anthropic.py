@@ -34,9 +34,9 @@ def test_a_whole_message(server: Served) -> None:
     thinking, text = answer["content"]
     assert thinking["thinking"] == THOUGHT and text == {"type": "text", "text": TEXT}
     assert answer["stop_reason"] == "end_turn"
-    assert answer["usage"]["input_tokens"] == len(server.submit.prompt)
+    assert answer["usage"]["input_tokens"] == len(server.submit.prompts[0])
     history = [{"role": "system", "content": "Be brief."}, *MESSAGES]
-    assert server.submit.prompt == encode_chat(TOKENIZER, history)
+    assert server.submit.prompts[0] == encode_chat(TOKENIZER, history)
 
 
 def test_a_stream_has_the_events_of_the_protocol(server: Served) -> None:
@@ -62,22 +62,23 @@ def test_a_stop_sequence_is_told(server: Served, streamed: bool) -> None:
 
 
 def test_tools(server: Served) -> None:
-    server.stub.answer = lambda submit, index: CALL
-    answer = server.post(PATH, **(BODY | QUIET | {"max_tokens": 300}), tools=[TOOL]).json()
+    server.stub.answer = lambda submit, index: f"hm</think>{CALL}"
+    answer = server.post(PATH, **(BODY | {"max_tokens": 300}), tools=[TOOL]).json()
     assert answer["stop_reason"] == "tool_use"
-    use = answer["content"][1]
+    assert [block["type"] for block in answer["content"]] == ["thinking", "text", "tool_use"]
+    use = answer["content"][2]
     assert use["name"] == "weather" and use["input"] == {"city": "K\u00f6ln", "days": 3}
     result = {"type": "tool_result", "tool_use_id": use["id"], "content": "rain"}
     history = [*MESSAGES, {"role": "assistant", "content": answer["content"]}, {"role": "user", "content": [result]}]
     assert server.post(PATH, messages=history, max_tokens=100, tools=[TOOL]).status_code == 200
-    assert "<tool_result>rain</tool_result>" in TOKENIZER.decode(server.submit.prompt)
+    assert "<tool_result>rain</tool_result>" in TOKENIZER.decode(server.submit.prompts[0])
 
 
 def test_sampling_and_effort(server: Served) -> None:
     server.post(PATH, **BODY, temperature=0.5, top_p=0.8, top_k=4, output_config={"effort": "max"})
     expected = {"temperature": 0.5, "top_p": 0.8, "top_k": 4, "timeout": 3600.0, "max_tokens": 100}
     assert server.submit.params == expected
-    assert server.submit.prompt == encode_chat(TOKENIZER, MESSAGES, effort="max")
+    assert server.submit.prompts[0] == encode_chat(TOKENIZER, MESSAGES, effort="max")
 
 
 def test_tokens_are_counted(server: Served) -> None:
@@ -93,6 +94,17 @@ def test_tokens_are_counted(server: Served) -> None:
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "video"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "a": 1}]}]},
+            "messages[0].content[0].a",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0].content[0].type"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]},
+            "messages[0].content[0].type",
+        ),
+        ({"messages": [{"role": "user", "content": "x", "name": "Ada"}]}, "messages[0].name"),
+        ({"system": [{"type": "text", "text": "x", "a": 1}]}, "system[0].a"),
         ({"container": "x"}, "container"),
         ({"mcp_servers": []}, "mcp_servers"),
         ({"tool_choice": {"type": "any"}, "tools": [TOOL]}, "tool_choice.type"),

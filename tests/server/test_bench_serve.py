@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import random
 import statistics
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import httpx
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -51,7 +53,7 @@ def watch(server: Served) -> list[list[int]]:
     prompts: list[list[int]] = []
 
     def answer(submit: Submit, index: int) -> str:
-        prompts.append(submit.prompt)
+        prompts.extend(submit.prompts)
         return "a b " * 100
 
     server.stub.answer = answer
@@ -123,6 +125,48 @@ def test_failures_are_counted(server: Served, tmp_path: Path) -> None:
     result = bench(server, "--requests", 2, "--answer-tokens", 9)
     assert isinstance(result.exception, OctavoError)
     assert "no request of 2 was answered" in str(result.exception) and "killed" in str(result.exception)
+
+
+TOKEN = {"choices": [{"text": "a"}]}
+USAGE = {"choices": [], "usage": {"completion_tokens": 1}}
+
+
+@pytest.mark.parametrize(
+    ("events", "error"),
+    [
+        ([TOKEN, USAGE], None),
+        ([TOKEN], "an answer without usage"),
+        ([USAGE], "an answer without text"),
+        ([TOKEN, {"choices": [{}]}, USAGE], "missing required field `text`"),
+        ([TOKEN, {"choices": [5]}, USAGE], "Expected `object`, got `int`"),
+        ([TOKEN, [], USAGE], "Expected `object`, got `array`"),
+        ([TOKEN, {"choices": [], "usage": {"completion_tokens": "many"}}], "Expected `int`, got `str`"),
+        ([TOKEN, {"error": "text alone"}], "Expected `object | null`, got `str`"),
+        ([TOKEN, {"error": {"message": "no room"}}], "error in the stream: no room"),
+    ],
+)
+def test_odd_events_are_failures_of_their_call_alone(
+    monkeypatch: pytest.MonkeyPatch, events: list[Any], error: str | None
+) -> None:
+    """Every second call gets them; the others are answered."""
+    calls = 0
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        nonlocal calls
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "some"}]})
+        calls += 1
+        told = events if calls % 2 else [TOKEN, USAGE]
+        return httpx.Response(200, text="".join(f"data: {json.dumps(one)}\n\n" for one in told) + "data: [DONE]\n\n")
+
+    client = functools.partial(httpx.AsyncClient, transport=httpx.MockTransport(answer))
+    monkeypatch.setattr("octavo.runtime.bench_serve.httpx.AsyncClient", client)
+    one = Lengths("1")
+    load = Load(requests=4, rate=None, concurrency=1, prompt_tokens=one, answer_tokens=one, seed=0, timeout=10.0)
+    measured = asyncio.run(measure_server("http://some", None, load, lambda done, total: None))
+    told = [call.error for call in measured]
+    assert told[1::2] == [None, None]
+    assert told[::2] == [None, None] if error is None else all(each and error in each for each in told[::2]), told
 
 
 def test_a_server_that_is_none(server: Served) -> None:

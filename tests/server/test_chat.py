@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -50,7 +51,7 @@ def test_a_whole_answer_has_reasoning_text_and_usage(server: Served) -> None:
     assert choice["message"]["content"] == TEXT and choice["message"]["reasoning_content"] == THOUGHT
     reasoning, text = len(TOKENIZER.encode_text(THOUGHT)), len(TOKENIZER.encode_text(TEXT))
     usage = answer["usage"]
-    assert usage["prompt_tokens"] == len(server.submit.prompt)
+    assert usage["prompt_tokens"] == len(server.submit.prompts[0])
     assert usage["completion_tokens"] == reasoning + text + 2  # the ends of reasoning and of the sentence
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
     assert usage["completion_tokens_details"]["reasoning_tokens"] == reasoning
@@ -92,7 +93,7 @@ def test_several_answers_to_one_prompt(server: Served, streamed: bool) -> None:
         texts = [choice["message"]["content"] for choice in answer["choices"]]
         usage = answer["usage"]
     assert texts == ["answer 0", "answer 1", "answer 2"]
-    assert usage["prompt_tokens"] == len(server.submit.prompt)
+    assert usage["prompt_tokens"] == len(server.submit.prompts[0])
     assert usage["completion_tokens"] == 3 * (len(TOKENIZER.encode_text("answer 0")) + 1)
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
 
@@ -109,7 +110,7 @@ def test_several_answers_to_one_prompt(server: Served, streamed: bool) -> None:
 )
 def test_the_prompt_is_the_template_s(server: Served, options: Any, thinking: bool, effort: Any) -> None:
     server.post(PATH, messages=MESSAGES, **options)
-    assert server.submit.prompt == encode_chat(TOKENIZER, MESSAGES, thinking=thinking, effort=effort)
+    assert server.submit.prompts[0] == encode_chat(TOKENIZER, MESSAGES, thinking=thinking, effort=effort)
     assert server.submit.thinking is thinking
 
 
@@ -138,7 +139,7 @@ def test_defaults_are_openai_s_and_the_server_s_own(server: Served) -> None:
     server.post(PATH, **PLAIN, timeout=1e8)
     params = server.submit.params
     assert params["temperature"] == 1.0 and params["timeout"] == 3600.0
-    assert params["max_tokens"] == 1000 - len(server.submit.prompt)  # what fits
+    assert params["max_tokens"] == 1000 - len(server.submit.prompts[0])  # what fits
 
 
 def test_max_completion_tokens_is_the_same_as_max_tokens(server: Served) -> None:
@@ -162,6 +163,34 @@ def test_stop_strings_end_the_text_and_not_the_reasoning(server: Served, streame
         reasoning, text = choice["message"]["reasoning_content"], choice["message"]["content"]
         reason = choice["finish_reason"]
     assert (reasoning, text, reason) == ("no STOP yet", "one two ", "stop")
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_stop_string_ends_its_own_answer_in_the_engine_too(
+    server: Served, streamed: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With reason stop, which the log has; other answers go on."""
+    server.stub.answer = lambda submit, index: ("one STOP " if index == 0 else "two ") + "more " * 30
+    server.stub.token_seconds = 0.002
+    if streamed:
+        events = server.events(PATH, **PLAIN, n=2, stop="STOP", max_tokens=20)
+        texts = [deltas(events, "content", index) for index in range(2)]
+    else:
+        choices = server.post(PATH, **PLAIN, n=2, stop="STOP", max_tokens=20).json()["choices"]
+        assert [choice["finish_reason"] for choice in choices] == ["stop", "length"]
+        texts = [choice["message"]["content"] for choice in choices]
+    assert texts[0] == "one " and texts[1].startswith("two more more")
+    assert list(server.stub.stopped) == [0] and not server.stub.aborted
+    line = json.loads(capsys.readouterr().err.splitlines()[-1])
+    assert line["finish"] == ["stop", "length"] and line["answer_tokens"] < 40
+
+
+def test_an_answer_that_fails_after_its_stop_string_is_whole(server: Served) -> None:
+    server.stub.answer = lambda submit, index: "STOP"
+    server.stub.failure = "ValueError: a mask failed"
+    first = TOKENIZER.decode(TOKENIZER.encode_text("STOP")[:1])
+    choice = server.post(PATH, **PLAIN, stop=first).json()["choices"][0]
+    assert (choice["message"]["content"] or "", choice["finish_reason"]) == ("", "stop")
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -204,7 +233,7 @@ def test_results_of_tools_go_on_with_the_conversation(server: Served) -> None:
         {"role": "tool", "tool_call_id": "1", "content": "rain"},
     ]
     assert server.post(PATH, messages=history, tools=TOOLS).status_code == 200
-    prompt = TOKENIZER.decode(server.submit.prompt)
+    prompt = TOKENIZER.decode(server.submit.prompts[0])
     assert "Bonn" in prompt and "<tool_result>rain</tool_result>" in prompt
 
 
@@ -277,9 +306,30 @@ def test_response_formats_are_grammars(server: Served, form: Any, grammar: Gramm
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": "x", "name": "Ada"}]}, "messages[0].name"),
+        ({"messages": [{"role": "user", "content": "x", "prefix": True}]}, "messages[0].prefix"),
+        ({"messages": [{"role": "user", "content": "x", "reasoning_content": "y"}]}, "messages[0].reasoning_content"),
+        ({"messages": [{"role": "system", "content": "x", "tool_calls": []}]}, "messages[0].tool_calls"),
+        (
+            {"messages": [*MESSAGES, {"role": "assistant", "content": "x", "tool_call_id": "1"}]},
+            "messages[1].tool_call_id",
+        ),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "a": 1}]}]},
+            "messages[0].content[0].a",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "file"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [*MESSAGES, {"role": "assistant", "content": "", "tool_calls": []}]}, "messages[1].tool_calls"),
+        ({"messages": [*MESSAGES, {"role": "assistant"}]}, None),  # "content or tool_calls must be set"
+        ({"tools": [{"type": "function", "function": {"name": "two words"}}]}, "tools[0].function.name"),
+        # The name is the user's, whatever fields are called.
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "model"}}}, None),
+        ({"stop_token_ids": [TOKENIZER.vocab_size]}, "stop_token_ids"),
+        ({"stop_token_ids": [1 << 64]}, "stop_token_ids"),
+        ({"logit_bias": {str(1 << 64): 1}}, "logit_bias"),
     ],
 )
-def test_what_is_wrong_or_not_supported_is_refused_by_name(server: Served, body: Any, param: str) -> None:
+def test_what_is_wrong_or_not_supported_is_refused_by_name(server: Served, body: Any, param: str | None) -> None:
     error = server.refused(PATH, **(PLAIN | body))
     assert error["type"] == "invalid_request_error"
     assert error["param"] == param, error

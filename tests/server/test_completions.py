@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from octavo.runtime.server.messages import Grammar
+from octavo.runtime.tokenizer import Tokenizer
 from tests.server.running import Served
 from tests.server.stub_client import MODEL_CONFIG, TEXT, TOKENIZER
 
@@ -26,7 +27,7 @@ def test_a_whole_answer(server: Served) -> None:
     assert answer["choices"] == [{"index": 0, "text": TEXT, "logprobs": None, "finish_reason": "stop"}]
     made = len(TOKENIZER.encode_text(TEXT)) + 1
     assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": made, "total_tokens": 2 + made}
-    assert server.submit.prompt == [BOS, *TOKENIZER.encode_text("Hello")]
+    assert server.submit.prompts[0] == [BOS, *TOKENIZER.encode_text("Hello")]
     assert server.submit.params == {"temperature": 1.0, "timeout": 3600.0, "n": 1, "max_tokens": 100}
 
 
@@ -60,7 +61,7 @@ def test_the_engine_looks_for_stop_strings(server: Served) -> None:
 @pytest.mark.parametrize("prompt", [[5, 6, 7], [[5, 6, 7]]])
 def test_token_ids_are_taken_as_they_are(server: Served, prompt: Any) -> None:
     assert server.post(PATH, prompt=prompt).status_code == 200
-    assert server.submit.prompt == [5, 6, 7]
+    assert server.submit.prompts[0] == [5, 6, 7]
 
 
 def test_several_answers(server: Served) -> None:
@@ -69,6 +70,40 @@ def test_several_answers(server: Served) -> None:
     assert [choice["text"] for choice in answer["choices"]] == ["answer 0", "answer 1"]
     events = server.events(PATH, prompt="Hello", n=2)
     assert [text_of(events, index) for index in range(2)] == ["answer 0", "answer 1"]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("prompts", [["Hello", "Bye"], [[5, 6], [7]]])
+def test_several_prompts(server: Served, prompts: Any, streamed: bool) -> None:
+    """The answers to the first come first, as OpenAI numbers them."""
+    server.stub.answer = lambda submit, index: f"answer {index}"
+    options = {"prompt": prompts, "n": 2, "echo": True, "logprobs": 0}
+    if streamed:
+        events = server.events(PATH, **options, stream_options={"include_usage": True})
+        texts, usage = [text_of(events, index) for index in range(4)], events[-2][1]["usage"]
+    else:
+        answer = server.post(PATH, **options).json()
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+        assert all(choice["finish_reason"] == "stop" for choice in answer["choices"])
+        texts, usage = [choice["text"] for choice in answer["choices"]], answer["usage"]
+    shown = [prompt if isinstance(prompt, str) else TOKENIZER.decode(prompt) for prompt in prompts]
+    assert texts == [f"{shown[index // 2]}answer {index}" for index in range(4)]
+    assert usage["prompt_tokens"] == sum(map(len, server.submit.prompts))
+    assert usage["completion_tokens"] == 4 * (len(TOKENIZER.encode_text("answer 0")) + 1)
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_token_ids_are_decoded_only_to_be_shown(server: Served, echo: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[list[int]] = []
+    decode = Tokenizer.decode
+
+    def watched(self: Tokenizer, ids: list[int], **options: Any) -> str:
+        decoded.append(list(ids))
+        return decode(self, ids, **options)
+
+    monkeypatch.setattr(Tokenizer, "decode", watched)
+    server.post(PATH, prompt=[5, 6, 7, 8, 9], echo=echo)
+    assert ([5, 6, 7, 8, 9] in decoded) == echo
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -104,13 +139,17 @@ def test_an_answer_can_be_held_to_a_grammar(server: Served) -> None:
     [
         ({"prompt": ""}, "prompt"),
         ({"prompt": []}, "prompt"),
-        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": ["a", ""]}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": [[5], [-1]]}, "prompt"),
+        ({"prompt": ["a"] * 257}, "prompt"),
+        ({"prompt": ["a", [5] * 1000]}, "prompt"),
         ({"prompt": [1, "b"]}, "prompt"),
-        ({"prompt": [1.5]}, "prompt"),
-        ({"prompt": [True]}, "prompt"),
+        ({"prompt": [1.5]}, "prompt[0]"),
+        ({"prompt": [True]}, "prompt[0]"),
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": [TOKENIZER.vocab_size]}, "prompt"),
-        ({"prompt": [MODEL_CONFIG.image_token_id]}, "prompt"),
+        ({"prompt": [None]}, "prompt[0]"),
         ({"prompt": None}, "prompt"),
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 2}, "best_of"),
@@ -123,6 +162,10 @@ def test_an_answer_can_be_held_to_a_grammar(server: Served) -> None:
         ({"stream_options": {}}, "stream_options"),
         ({"stream_options": {"foo": 1}, "stream": True}, "stream_options.foo"),
         ({"top_k": -1}, "top_k"),
+        ({"stop_token_ids": [TOKENIZER.vocab_size]}, "stop_token_ids"),
+        ({"stop_token_ids": [1 << 64]}, "stop_token_ids"),
+        ({"logit_bias": {str(TOKENIZER.vocab_size): 1}}, "logit_bias"),
+        ({"logit_bias": {str(1 << 64): 1}}, "logit_bias"),
     ],
 )
 def test_what_is_wrong_or_not_supported_is_refused_by_name(server: Served, body: Any, param: str) -> None:

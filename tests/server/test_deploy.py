@@ -55,6 +55,15 @@ def test_commands_exist() -> None:
     assert entrypoint()[:2] == ["/opt/octavo/bin/octavo", "serve"] == unit()["ExecStart"].split()[:2]
 
 
+def test_ranks_and_keys_of_compose() -> None:
+    """It says on how many GPUs, and who must be able to read the keys."""
+    (compose,) = documents("compose.yaml")
+    command = compose["services"]["cuda"]["command"]
+    assert command[command.index("--ranks") + 1] == "${OCTAVO_RANKS:-1}"
+    (user,) = re.findall(r"useradd --uid (\d+)", (DEPLOY / "Dockerfile").read_text())
+    assert f"chown {user} keys" in (DEPLOY / "compose.yaml").read_text()
+
+
 def test_time_to_drain() -> None:
     """Whoever stops the server waits longer than it lets requests in work go on."""
     (compose,) = documents("compose.yaml")

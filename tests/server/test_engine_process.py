@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from octavo.errors import OctavoError
+from octavo.errors import OctavoError, UsageError
 from octavo.runtime.config import EngineConfig
 from octavo.runtime.engine import Engine
 from octavo.runtime.sampling import SamplingParams
 from octavo.runtime.server.engine_client import EngineProcess
 from octavo.runtime.server.engine_interface import NotReady, Overloaded, RequestStream
 from octavo.runtime.server.engine_process import Outbox
-from octavo.runtime.server.messages import Finished, Grammar, Refused, Submit, Tokens, from_engine
+from octavo.runtime.server.messages import Broken, Finished, Grammar, Refused, Submit, Tokens, from_engine
 
 CONFIG = EngineConfig(device="cpu", graphs="off", max_requests=4, chunk=64, kv_tokens=2048)
 QUEUE = 2
@@ -42,7 +42,7 @@ def running() -> Iterator[Running]:
         client = EngineProcess(CONFIG, QUEUE, lambda phase, done, total: phases.add(phase))
         assert client.state.phase == "starting"
         with pytest.raises(NotReady, match="starting"):
-            client.open(Submit(id="early", prompt=[5], params={}))
+            client.open(Submit(id="early", prompts=[[5]], params={}))
         await client.start()
         await client.ready()
         return client
@@ -54,7 +54,7 @@ def running() -> Iterator[Running]:
 
 
 def submit(name: str, prompt: list[int], grammar: Grammar | None = None, **params: Any) -> Submit:
-    return Submit(id=name, prompt=prompt, params=params, grammar=grammar)
+    return Submit(id=name, prompts=[prompt], params=params, grammar=grammar)
 
 
 async def collect(stream: RequestStream) -> list[Tokens | Finished | Refused]:
@@ -97,7 +97,7 @@ def test_answers_are_those_of_the_engine(running: Running) -> None:
             assert logprobs == [(one.id, one.logprob, list(one.top)) for one in answer.logprobs or []]
             last = own[-1]
             assert isinstance(last, Finished) and sum(isinstance(message, Finished) for message in own) == 1
-            assert (last.reason, last.stop) == (answer.finish_reason, answer.stop)
+            assert last.reason == answer.finish_reason
             assert last.answer_tokens == len(answer.ids)
         first = heard[0]
         assert isinstance(first, Tokens)
@@ -174,6 +174,47 @@ def test_abort_is_for_the_owner(running: Running) -> None:
     assert isinstance(last, Finished) and last.reason == "abort" and 0 < last.answer_tokens < 1000
 
 
+def test_what_cannot_be_sent_takes_no_room(running: Running) -> None:
+    async def fail() -> None:
+        for number in range(4 + QUEUE):
+            with pytest.raises(OverflowError):
+                running.client.open(submit(f"huge-{number}", [5], stop_token_ids=[1 << 64]))
+        await asyncio.wait_for(running.client.idle(), 1)
+        heard = await collect(running.client.open(submit("fits", [5], max_tokens=1)))
+        assert isinstance(heard[-1], Finished)
+
+    running.runner.run(fail())
+
+
+def test_one_answer_can_be_stopped(running: Running) -> None:
+    """It ends alone, and counts as stopped everywhere; of several prompts each has its answers."""
+
+    async def stop() -> None:
+        client = running.client
+        before = (await client.stats())["finished"]
+        message = Submit(id="several", prompts=[[5, 6], [7]], params={"max_tokens": 1000, "ignore_eos": True, "n": 2})
+        stream = client.open(message)
+        seen: set[int] = set()
+        while len(seen) < 4:
+            one = await anext(stream)
+            assert isinstance(one, Tokens)
+            seen.add(one.index)
+        for number, index in enumerate((2, 0, 3, 1)):
+            stream.stop(index)
+            stream.stop(index)
+            while len(stream.finished) == number:
+                await anext(stream)
+            assert stream.finished[-1].index == index
+        assert [one async for one in stream] == []
+        assert {one.reason for one in stream.finished} == {"stop"}
+        after = (await client.stats())["finished"]
+        assert {reason: after[reason] - count for reason, count in before.items() if after[reason] != count} == {
+            "stop": 4
+        }
+
+    running.runner.run(stop())
+
+
 def test_a_full_queue_sends_away(running: Running) -> None:
     async def fill() -> None:
         client = running.client
@@ -181,6 +222,8 @@ def test_a_full_queue_sends_away(running: Running) -> None:
         with pytest.raises(Overloaded, match="room for 1 more") as caught:
             client.open(submit("two", [5], n=2))
         assert caught.value.retry_after >= 1
+        with pytest.raises(UsageError, match="n: the request asks for 7 answers; this server takes at most 6"):
+            client.open(submit("never", [5], n=4 + QUEUE + 1))
         last = client.open(submit("one", [5], max_tokens=1))
         with pytest.raises(Overloaded):
             client.open(submit("none", [5]))
@@ -208,6 +251,22 @@ def test_a_start_that_fails_says_why() -> None:
             await client.close()
 
     asyncio.run(start())
+
+
+def test_an_outbox_that_fails_says_so_and_hangs_up(capsys: pytest.CaptureFixture[str]) -> None:
+    """So that the other side waits for nothing."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        outbox = Outbox(ours)
+        outbox.put(Tokens(id="request", index=0, text="text", token=1 << 64))
+        theirs.settimeout(10)
+        with theirs.makefile("rb") as stream:
+            size = int.from_bytes(stream.read(4), "little")
+            (broken,) = from_engine(stream.read(size))
+            assert isinstance(broken, Broken) and "OverflowError" in broken.reason
+            assert stream.read(1) == b""
+        outbox.close()
+    assert "Traceback" in capsys.readouterr().err
 
 
 def test_outbox_never_waits_and_sends_many_at_once() -> None:

@@ -34,6 +34,7 @@ VALID: dict[str, list[dict[str, Any]]] = {
     ],
     "/v1/completions": [
         {"prompt": "Hi", "max_tokens": 5, "stop": "x", "logprobs": 1, "echo": True, "stream": True},
+        {"prompt": ["Hi", "Bye"], "n": 2, "max_tokens": 5},
         {"prompt": [1, 2, 3], "temperature": 0.5, "top_k": 3, "min_p": 0.1, "stop_token_ids": [4]},
     ],
     "/v1/responses": [

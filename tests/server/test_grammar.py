@@ -13,8 +13,9 @@ from typing import Any
 import jsonschema_rs
 import pytest
 import torch
+from llguidance import LLMatcher
 
-from octavo.errors import UsageError
+from octavo.errors import OctavoError, UsageError
 from octavo.model.packaged import nano_path
 from octavo.runtime.config import EngineConfig
 from octavo.runtime.engine import Engine
@@ -240,6 +241,45 @@ def test_sources_that_are_wrong(masks: GrammarMasks) -> None:
     check_grammar(endless)
     with pytest.raises(UsageError, match="cannot be enforced"):
         masks.mask(endless)
+
+
+class PanicException(BaseException):
+    """As what Rust raises is called, and what it is."""
+
+
+@pytest.mark.parametrize("good", [0, 1, 2])
+def test_a_panic_ends_its_answer_alone(masks: GrammarMasks, monkeypatch: pytest.MonkeyPatch, good: int) -> None:
+    """Whenever it comes, it becomes an error of the one request, which the engine expects."""
+    calls = 0
+
+    class Panicking:
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            self._matcher = LLMatcher(*arguments, **options)
+            self.consume_token = self._matcher.consume_token
+            self.is_error = self._matcher.is_error
+
+        def deep_copy(self) -> Panicking:
+            return self
+
+        def compute_bitmask(self) -> bytes:
+            nonlocal calls
+            calls += 1
+            if calls > good:
+                raise PanicException("index out of bounds")
+            return self._matcher.compute_bitmask()
+
+    monkeypatch.setattr("octavo.runtime.grammar_mask.LLMatcher", Panicking)
+    grammar = Grammar(kind="regex", source="a+")
+    if good == 0:
+        with pytest.raises(UsageError, match="regex: cannot be enforced: llguidance fails at it"):
+            masks.mask(grammar)
+        return
+    mask = masks.mask(grammar)
+    answer: list[int] = []
+    for _ in range(good - 1):
+        answer.append(allowed(mask, answer)[0])
+    with pytest.raises(OctavoError, match="cannot go on"):
+        mask(answer)
 
 
 def test_checks_need_no_torch() -> None:

@@ -64,6 +64,13 @@ def test_large_head() -> None:
     assert answer.startswith(b"431")
 
 
+def test_a_body_is_not_counted_to_the_head_of_the_next_request() -> None:
+    """Though both come at once."""
+    first = REQUEST + b"Content-Length: 5000\r\n\r\n" + b"y" * 5000
+    answers = asyncio.run(exchange(first + REQUEST, b"Connection: close\r\n\r\n", pause=0.05))
+    assert [one[:3] for one in answers] == [b"200", b"200"]
+
+
 def test_slow_head_of_a_later_request() -> None:
     (answer,) = asyncio.run(exchange(REQUEST + b"\r\n", b"GET", pause=0.05))
     assert answer.startswith(b"200")

@@ -32,7 +32,7 @@ STATS: dict[str, Any] = {
 
 def finished(**values: Any) -> Finished:
     usual: dict[str, Any] = {
-        **{"id": "r", "index": 0, "reason": "stop", "stop": None, "error": None, "prompt_tokens": 30},
+        **{"id": "r", "index": 0, "reason": "stop", "error": None},
         **{"answer_tokens": 5, "queue_seconds": 0.02, "prefill_seconds": 0.03, "decode_seconds": 0.4},
     }
     return Finished(**(usual | {"preemptions": 0} | values))
@@ -40,7 +40,7 @@ def finished(**values: Any) -> Finished:
 
 def observed() -> Metrics:
     metrics = Metrics("octavo-nano")
-    stream = RequestStream(Submit(id="r", prompt=[1] * 30, params={"n": 3}), lambda: None)
+    stream = RequestStream(Submit(id="r", prompts=[[1] * 30], params={"n": 3}), lambda index: None)
     stream.finished = [finished(), finished(index=1, answer_tokens=0), finished(index=2, answer_tokens=1)]
     metrics.observe_request("/v1/completions", 200, 0.5, stream)
     metrics.observe_request("/v1/completions", 400, 0.001, None)

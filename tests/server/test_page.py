@@ -83,12 +83,12 @@ def test_chat_with_reasoning(page: Browser, server: Served) -> None:
     page.wait("document.querySelectorAll('.assistant').length === 2")
     page.wait(IDLE)
     assert count(page, ".thinking:not([hidden])") == 1 and not server.submit.thinking
-    prompt = TOKENIZER.decode(server.submit.prompt)
+    prompt = TOKENIZER.decode(server.submit.prompts[0])
     assert [prompt.find(part) > 0 for part in ("Grüße 🐙", TEXT, "And now?")] == [True] * 3
     page.click("#forget")
     say(page, "Forgotten?")
     page.wait("document.querySelectorAll('.assistant .note:not(:empty)').length === 1")
-    assert "And now?" not in TOKENIZER.decode(server.submit.prompt)
+    assert "And now?" not in TOKENIZER.decode(server.submit.prompts[0])
 
 
 @needs_browser

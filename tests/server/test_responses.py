@@ -25,7 +25,7 @@ def test_a_whole_response(server: Served) -> None:
     assert answer["temperature"] == 0.25 and answer["store"] is False
     assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] == len(TOKENIZER.encode_text(THOUGHT))
     assert server.submit.params["temperature"] == 0.25
-    assert server.submit.prompt == encode_chat(TOKENIZER, [{"role": "user", "content": "Who are you?"}])
+    assert server.submit.prompts[0] == encode_chat(TOKENIZER, [{"role": "user", "content": "Who are you?"}])
 
 
 def test_a_stream_has_numbered_events_by_name_and_ends_with_the_whole(server: Served) -> None:
@@ -55,8 +55,20 @@ def test_instructions_items_and_tools(server: Served) -> None:
     answer = server.post(PATH, input=items, instructions="Be brief.", tools=[TOOL], **QUIET).json()
     assert [item["type"] for item in answer["output"]] == ["message", "function_call"]
     assert answer["output"][1]["arguments"] == '{"city": "K\u00f6ln", "days": 3}'
-    prompt = TOKENIZER.decode(server.submit.prompt)
+    prompt = TOKENIZER.decode(server.submit.prompts[0])
     assert "Be brief." in prompt and "weather?" in prompt and "<tool_result>rain</tool_result>" in prompt
+
+
+def test_an_answer_can_come_back_as_it_is(server: Served) -> None:
+    server.stub.answer = lambda submit, index: f"hm</think>{CALL}"
+    output = server.post(PATH, input="weather?", tools=[TOOL], top_logprobs=1).json()["output"]
+    assert [item["type"] for item in output] == ["reasoning", "message", "function_call"]
+    result = {"type": "function_call_output", "call_id": output[2]["call_id"], "output": "rain"}
+    history = [{"role": "user", "content": "weather?"}, *output, result]
+    response = server.post(PATH, input=history, tools=[TOOL])
+    assert response.status_code == 200, response.text
+    prompt = TOKENIZER.decode(server.submit.prompts[0])
+    assert "hm</think>I look." in prompt and "<tool_result>rain</tool_result>" in prompt
 
 
 def test_log_probabilities(server: Served) -> None:
@@ -83,9 +95,23 @@ def test_a_schema_is_a_grammar(server: Served) -> None:
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [TOOL | {"strict": True}]}, "tools[0].strict"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),  # thinking cannot be made to call
+        ({"tools": [TOOL], "tool_choice": "required"}, None),  # "Thinking mode does not support this tool_choice"
         ({"parallel_tool_calls": False}, "parallel_tool_calls"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"role": "user", "content": "x", "name": "Ada"}]}, "input[0].name"),
+        ({"input": [{"role": "wizard", "content": "x"}]}, "input[0].role"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_text", "text": "x", "a": 1}]}]},
+            "input[0].content[0].a",
+        ),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]},
+            "input[0].content[0].type",
+        ),
+        ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
+        ({"input": [{"type": "reasoning", "content": [], "summary": [{}]}]}, "input[0].summary"),
+        ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input[0].content"),
+        ({"stop_token_ids": [1 << 64]}, "stop_token_ids"),
         ({"input": []}, "input"),
         ({"input": 5}, "input"),
         ({"n": 2}, "n"),
@@ -96,7 +122,7 @@ def test_a_schema_is_a_grammar(server: Served) -> None:
         ({"max_output_tokens": 0}, "max_output_tokens"),
     ],
 )
-def test_what_is_wrong_or_not_supported_is_refused_by_name(server: Served, body: Any, param: str) -> None:
+def test_what_is_wrong_or_not_supported_is_refused_by_name(server: Served, body: Any, param: str | None) -> None:
     assert server.refused(PATH, **({"input": "Hi"} | body))["param"] == param
     assert not server.stub.submitted
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -43,10 +43,18 @@ def test_keys_of_a_file(tmp_path: Path) -> None:
     file.write_text("first\n\n second \n")
     config = ServerConfig(api_key=("given",), api_key_file=file)
     assert config.api_key == ("given", "first", "second")
-    assert dataclasses.replace(config, port=0).api_key == config.api_key
     file.write_text("\n")
     with pytest.raises(UsageError, match="holds no key"):
         ServerConfig(api_key_file=file)
+
+
+def test_keys_of_a_pipe() -> None:
+    """Which can be read once."""
+    ours, theirs = os.pipe()
+    os.write(theirs, b"first\n")
+    os.close(theirs)
+    assert ServerConfig(api_key_file=Path(f"/dev/fd/{ours}")).api_key == ("first",)
+    os.close(ours)
 
 
 def test_a_port_that_is_taken() -> None:

@@ -91,7 +91,7 @@ class AccessLog:
         if record.stream is not None:
             line |= _answers(record.stream)
             if self._decode is not None:
-                line["prompt"] = self._decode(record.stream.submit.prompt)
+                line["prompts"] = list(map(self._decode, record.stream.submit.prompts))
         return line
 
 
@@ -99,9 +99,10 @@ def _answers(stream: RequestStream) -> dict[str, Any]:
     """What the engine said of the answers that ended before the HTTP request did."""
     line: dict[str, Any] = {
         "id": stream.submit.id,
-        "prompt_tokens": len(stream.submit.prompt),
+        "prompt_tokens": sum(map(len, stream.submit.prompts)),
         "answer_tokens": sum(answer.answer_tokens for answer in stream.finished),
         "finish": [answer.reason for answer in stream.finished],
+        "preemptions": sum(answer.preemptions for answer in stream.finished),
     }
     if stream.finished:
         first = stream.finished[0]

@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from octavo.runtime.prompt import conversion_options
 from octavo.runtime.server import openapi
-from octavo.runtime.server.bodies import Body, Count, Stops, refuse_one_call, sampling_of
+from octavo.runtime.server.bodies import Body, Count, Empty, Stops, refuse_one_call, sampling_of
 from octavo.runtime.server.conversion import AnswerParser, Conversation, conversion_errors, encode, off_loop
 from octavo.runtime.server.errors import MESSAGES_PATH, ApiError
 from octavo.runtime.server.event_writer import EventWriter
@@ -57,17 +57,54 @@ class OutputConfig(Body):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
-class Message(Body):
-    role: Literal["user", "assistant"]
-    content: str | list[dict[str, Any]]
+class TextBlock(Body, tag_field="type", tag="text"):
+    text: str
+    citations: Empty | None = None
+    cache_control: CacheControl | None = None
+
+
+class ImageBlock(Body, tag_field="type", tag="image"):
+    """Refused in words of its own, once the prompt is written."""
+
+    source: dict[str, Any]
+    cache_control: CacheControl | None = None
+
+
+class ThinkingBlock(Body, tag_field="type", tag="thinking"):
+    thinking: str
+    signature: str | None = None
+    """Has no effect."""
+
+
+class ToolUse(Body, tag_field="type", tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any]
+    cache_control: CacheControl | None = None
+
+
+class ToolResult(Body, tag_field="type", tag="tool_result"):
+    tool_use_id: str
+    content: str | list[TextBlock | ImageBlock] | None = None
+    is_error: bool | None = None
+    """Has no effect: the model reads it from the content."""
+    cache_control: CacheControl | None = None
+
+
+class FromUser(Body, tag_field="role", tag="user"):
+    content: str | list[TextBlock | ImageBlock | ToolResult]
+
+
+class FromAssistant(Body, tag_field="role", tag="assistant"):
+    content: str | list[TextBlock | ThinkingBlock | ToolUse]
 
 
 class MessagesPrompt(Body, kw_only=True):
     """What the prompt of a message is made of."""
 
     model: str
-    messages: Annotated[list[Message], Meta(min_length=1)]
-    system: str | list[dict[str, Any]] | None = None
+    messages: Annotated[list[FromUser | FromAssistant], Meta(min_length=1)]
+    system: str | list[TextBlock] | None = None
     tools: list[MessagesTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingBudget | None = None
@@ -103,7 +140,7 @@ def routes(service: Service) -> APIRouter:
         generator = recipe.MessagesRequest.chunk_generator(conversation.request, name, service.model)
         parser = AnswerParser(service, conversation, generator, service.ending(params))
         whole = recipe.MessagesResponse(name, service.model, int(time.time()), len(conversation.prompt), 0)
-        stream = service.open(request, name, conversation.prompt, params, thinking=conversation.thinking)
+        stream = service.open(request, name, [conversation.prompt], params, thinking=conversation.thinking)
         return service.answer(stream, EventWriter(parser, whole, _error), streamed=bool(body.stream))
 
     @router.post(f"{MESSAGES_PATH}/count_tokens", openapi_extra=openapi.body(MessagesPrompt))

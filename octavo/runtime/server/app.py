@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import deepseek_recipe as recipe
 from fastapi import FastAPI
 
@@ -30,10 +32,16 @@ _BODIES: list[type] = [
 ]
 
 
-def create_app(config: ServerConfig, client: EngineClient, tokenizer: Tokenizer, model_config: ModelConfig) -> FastAPI:
-    """The application over an engine; ``config.served_model_name`` is given."""
-    model = config.served_model_name
-    assert model is not None, "whoever starts the engine knows its name"
+def create_app(
+    config: ServerConfig,
+    client: EngineClient,
+    tokenizer: Tokenizer,
+    model_config: ModelConfig,
+    *,
+    model: str,
+    dump_dir: Path | None,
+) -> FastAPI:
+    """The application over an engine, which is served as ``model``; the page at ``/`` links its dump's report."""
     metrics = Metrics(model)
     service = Service(
         config=config,
@@ -48,7 +56,7 @@ def create_app(config: ServerConfig, client: EngineClient, tokenizer: Tokenizer,
     for module in (chat, completions, responses, anthropic, tokenize):
         app.include_router(module.routes(service), responses=openapi.FAILURES)
     app.include_router(status_router(config, client, metrics, model), responses=openapi.FAILURES)
-    app.include_router(page.routes(config))
+    app.include_router(page.routes(dump_dir))
     errors.install(app)
     openapi.install(app, _BODIES)
     # The last one added is the first that a request meets.

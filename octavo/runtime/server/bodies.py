@@ -118,6 +118,12 @@ def sampling_of(body: Body, config: ServerConfig) -> dict[str, Any]:
     return {"temperature": 1.0} | given | {"timeout": timeout}
 
 
+def refuse_stream_options(options: StreamOptions | None, streamed: bool | None) -> None:
+    """Raise :class:`ApiError` if they are given for an answer that is not streamed."""
+    if options is not None and not streamed:
+        raise ApiError(400, "stream_options goes with stream = true.", param="stream_options")
+
+
 def refuse_one_call(param: str) -> NoReturn:
     """Nothing holds the model to one call at a time."""
     raise ApiError(400, "The model may always make several calls at once.", param=param)

@@ -27,6 +27,7 @@ from octavo.runtime.server.bodies import (
     TopLogprobs,
     grammar_of,
     refuse_one_call,
+    refuse_stream_options,
     refuse_strict,
     sampling_of,
 )
@@ -35,7 +36,6 @@ from octavo.runtime.server.conversion import (
     Conversation,
     conversion_errors,
     encode,
-    finish_reason,
     off_loop,
 )
 from octavo.runtime.server.errors import ApiError
@@ -84,18 +84,54 @@ class ToolCall(Body):
     index: int | None = None
 
 
-class ChatMessage(Body):
-    role: Literal["system", "user", "assistant", "tool", "latest_reminder"]
-    content: str | list[dict[str, Any]] | None = None
+class ImageUrl(Body):
+    url: str
+    detail: str | None = None
+
+
+class TextPart(Body, tag_field="type", tag="text"):
+    text: str
+
+
+class ImagePart(Body, tag_field="type", tag="image_url"):
+    """Refused in words of its own, once the prompt is written."""
+
+    image_url: ImageUrl
+
+
+Content = str | list[TextPart | ImagePart]
+
+
+class SystemMessage(Body, tag_field="role", tag="system"):
+    content: Content
+
+
+class UserMessage(Body, tag_field="role", tag="user"):
+    content: Content
+
+
+class AssistantMessage(Body, tag_field="role", tag="assistant"):
+    content: Content | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
     prefix: bool | None = None
-    """Go on from this assistant message, the last one."""
+    """Go on from this message, the last one."""
     refusal: None = None
     audio: None = None
     function_call: None = None
     annotations: Empty | None = None
+
+
+class ToolMessage(Body, tag_field="role", tag="tool"):
+    content: Content
+    tool_call_id: str
+
+
+class LatestReminder(Body, tag_field="role", tag="latest_reminder"):
+    content: str
+
+
+ChatMessage = SystemMessage | UserMessage | AssistantMessage | ToolMessage | LatestReminder
 
 
 class ChatBody(Sampling, kw_only=True):
@@ -145,7 +181,7 @@ def routes(service: Service) -> APIRouter:
             params["logprobs"] = body.top_logprobs or 0
         name = f"chatcmpl-{secrets.token_hex(16)}"
         writer = ChatWriter(service, conversation, body, name, service.ending(params))
-        stream = service.open(request, name, conversation.prompt, params, grammar, thinking=conversation.thinking)
+        stream = service.open(request, name, [conversation.prompt], params, grammar, thinking=conversation.thinking)
         return service.answer(stream, writer, streamed=bool(body.stream))
 
     return router
@@ -158,9 +194,9 @@ def _refuse_unsupported(body: ChatBody) -> None:
         raise ApiError(400, "Answers are not stored.", param="store")
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise ApiError(400, "max_tokens says otherwise: send one of them.", param="max_completion_tokens")
-    for index, message in enumerate(body.messages):
-        if message.content is None and message.role != "assistant":
-            raise ApiError(400, "Only an assistant's message may be empty.", param=f"messages[{index}].content")
+    refuse_stream_options(body.stream_options, body.stream)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise ApiError(400, "top_logprobs goes with logprobs = true.", param="top_logprobs")
     for index, tool in enumerate(body.tools or ()):
         refuse_strict(tool.function.strict, f"tools[{index}].function.strict")
     if body.tool_choice not in (None, "none", "auto") and not body.tools:
@@ -200,19 +236,17 @@ class ChatWriter:
         self._usages: list[dict[str, Any]] = []
         self._last: dict[str, Any] = {}
 
-    @property
-    def finished(self) -> bool:
-        return all(parser.finished for parser in self._parsers)
-
     def begin(self) -> list[Piece]:
         return [(index, chunk) for index, parser in enumerate(self._parsers) for chunk in parser.begin()]
 
     def push(self, message: Tokens) -> list[Piece]:
         return [(message.index, chunk) for chunk in self._parsers[message.index].push(message)]
 
+    def stopped(self, index: int) -> bool:
+        return self._parsers[index].finished
+
     def finish(self, message: Finished) -> list[Piece]:
-        chunks = self._parsers[message.index].finish(finish_reason(message))
-        return [(message.index, chunk) for chunk in chunks]
+        return [(message.index, chunk) for chunk in self._parsers[message.index].finish(message)]
 
     def frame(self, piece: Piece) -> bytes:
         """The package numbers no answers, and adds usage to the last chunk, where OpenAI has a chunk for it."""

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 from fastapi import APIRouter, Request, Response
 
+from octavo.errors import UsageError
 from octavo.runtime.server import openapi
 from octavo.runtime.server.bodies import (
     Count,
@@ -21,6 +22,7 @@ from octavo.runtime.server.bodies import (
     StreamOptions,
     TopLogprobs,
     grammar_of,
+    refuse_stream_options,
     sampling_of,
 )
 from octavo.runtime.server.conversion import LARGE_TEXT, finish_reason
@@ -29,10 +31,13 @@ from octavo.runtime.server.events import DONE, error_event, event
 from octavo.runtime.server.limits import check_answers, read_json
 from octavo.runtime.server.messages import Finished, Logprob, Tokens
 from octavo.runtime.server.service import Service
+from octavo.runtime.token_ids import check_prompt_ids
 from octavo.runtime.tokenizer import IncrementalDecoder, Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's, which clients of this route count on."""
+MOST_PROMPTS = 256
+"""Of one request."""
 
 
 Choice = dict[str, Any]
@@ -42,7 +47,7 @@ class CompletionBody(Sampling, kw_only=True):
     """A request for a completion."""
 
     model: str
-    prompt: str | list[Any]
+    prompt: str | list[int | str | list[int]]
     """Text, token ids, or a list of either: one prompt each."""
     max_tokens: Count | None = None
     n: Count | None = None
@@ -69,12 +74,11 @@ def routes(service: Service) -> APIRouter:
         body = await read_json(request, CompletionBody, service.config)
         service.check_model(body.model)
         check_answers(body.n or 1, service.config)
-        if body.stream_options is not None and not body.stream:
-            raise ApiError(400, "stream_options goes with stream = true.", param="stream_options")
+        refuse_stream_options(body.stream_options, body.stream)
         grammar = grammar_of(body.response_format, "response_format", service.config, with_tools=False)
-        prompt = await encode_prompt(body.prompt, service)
+        prompts = await encode_prompts(_each(body.prompt), service)
         params = sampling_of(body, service.config) | {"n": body.n or 1}
-        params["max_tokens"] = _max_tokens(body, len(prompt.ids), service)
+        params["max_tokens"] = _max_tokens(body, max(len(prompt.ids) for prompt in prompts), service)
         if body.stop is not None:
             params["stop"] = [body.stop] if isinstance(body.stop, str) else body.stop
         if body.logprobs is not None:
@@ -82,8 +86,8 @@ def routes(service: Service) -> APIRouter:
             if body.echo:
                 params["prompt_logprobs"] = body.logprobs
         name = f"cmpl-{secrets.token_hex(16)}"
-        writer = CompletionWriter(service, body, name, prompt)
-        stream = service.open(request, name, prompt.ids, params, grammar)
+        writer = CompletionWriter(service, body, name, prompts)
+        stream = service.open(request, name, [prompt.ids for prompt in prompts], params, grammar)
         return service.answer(stream, writer, streamed=bool(body.stream))
 
     return router
@@ -96,31 +100,40 @@ class Prompt:
     ids: list[int]
     shown: list[int]
     """Those that the client sent: without the beginning of sentence that text gets."""
-    text: str
-    """Of ``shown``."""
+    text: str | None
+    """If the client sent text."""
 
 
-async def encode_prompt(prompt: str | list[Any], service: Service) -> Prompt:
-    """A prompt, which may stand in a list of one. Raises :class:`ApiError` that names the field."""
-    tokenizer = service.tokenizer
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-        prompt = prompt[0]
-    if not prompt:
-        raise ApiError(400, "The prompt is empty: send at least one character or token id.", param="prompt")
+def _each(prompt: str | list[Any]) -> list[Any]:
+    """The prompts of a request."""
+    if isinstance(prompt, str) or all(isinstance(item, int) for item in prompt):
+        return [prompt]
+    if len(prompt) > MOST_PROMPTS:
+        raise ApiError(400, f"There are {len(prompt)} prompts; {MOST_PROMPTS} are allowed.", param="prompt")
+    return prompt
+
+
+async def encode_prompts(prompts: list[Any], service: Service) -> list[Prompt]:
+    """Prompts as text or token ids, where that holds up nobody. Raises :class:`ApiError` that names the field."""
+    if any(isinstance(prompt, int) or not prompt for prompt in prompts):
+        message = "A prompt is text or a list of token ids, with at least one character or token id."
+        raise ApiError(400, message, param="prompt")
+
+    def encode() -> list[Prompt]:
+        return [_encode(prompt, service) for prompt in prompts]
+
+    return await asyncio.to_thread(encode) if sum(map(len, prompts)) >= LARGE_TEXT else encode()
+
+
+def _encode(prompt: str | list[int], service: Service) -> Prompt:
     if isinstance(prompt, str):
-        large = len(prompt) >= LARGE_TEXT
-        ids = await asyncio.to_thread(tokenizer.encode_text, prompt) if large else tokenizer.encode_text(prompt)
+        ids = service.tokenizer.encode_text(prompt)
         return Prompt([service.model_config.bos_token_id, *ids], ids, prompt)
-    if any(isinstance(item, str | list) for item in prompt):
-        raise ApiError(400, "Send one prompt a request, as text or as token ids.", param="prompt")
-    vocabulary, image = tokenizer.vocab_size, service.model_config.image_token_id
-    for token in prompt:
-        if type(token) is not int or not 0 <= token < vocabulary or token == image:
-            message = (
-                f"Token ids are integers from 0 to {vocabulary - 1}; {image} is an image, which is not understood."
-            )
-            raise ApiError(400, message, param="prompt")
-    return Prompt(prompt, prompt, tokenizer.decode(prompt))
+    try:
+        check_prompt_ids(prompt, service.model_config)
+    except UsageError as error:
+        raise ApiError(400, str(error), param="prompt") from None
+    return Prompt(prompt, prompt, None)
 
 
 def _max_tokens(body: CompletionBody, prompt_tokens: int, service: Service) -> int:
@@ -138,21 +151,18 @@ def _max_tokens(body: CompletionBody, prompt_tokens: int, service: Service) -> i
 class CompletionWriter:
     """Chunks and whole answers of a completion. A piece is a choice as OpenAI has it."""
 
-    def __init__(self, service: Service, body: CompletionBody, name: str, prompt: Prompt) -> None:
-        self._prompt = prompt
+    def __init__(self, service: Service, body: CompletionBody, name: str, prompts: list[Prompt]) -> None:
+        self._prompts = prompts
+        self._n = body.n or 1
+        self._decode = service.tokenizer.decode
         self._echo = bool(body.echo)
         self._include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        answers = body.n or 1
+        answers = len(prompts) * self._n
         self._head = {"id": name, "object": "text_completion", "created": int(time.time()), "model": service.model}
         self._logprobs = [_Logprobs(service.tokenizer) for _ in range(answers)]
         self._choices = [_choice(index, "") for index in range(answers)]
         self._begun: set[int] = set()
-        self._left = answers
         self._answer_tokens = 0
-
-    @property
-    def finished(self) -> bool:
-        return self._left == 0
 
     def begin(self) -> list[Choice]:
         return []
@@ -162,19 +172,22 @@ class CompletionWriter:
         entries: list[tuple[int, Logprob | None]] = []
         if self._echo and index not in self._begun:
             self._begun.add(index)
-            text = self._prompt.text + text
+            prompt = self._prompts[index // self._n]
+            text = (self._decode(prompt.shown) if prompt.text is None else prompt.text) + text
             if message.prompt_logprobs is not None:
-                shown = len(self._prompt.shown)
-                entries += zip(self._prompt.shown, message.prompt_logprobs[-shown:], strict=True)
+                entries += zip(prompt.shown, message.prompt_logprobs[-len(prompt.shown) :], strict=True)
         if message.logprob is not None:
             entries.append((message.logprob.id, message.logprob))
         if not text and not entries:
             return []
         return [_choice(index, text, self._logprobs[index].add(entries) if entries else None)]
 
+    def stopped(self, index: int) -> bool:
+        """Stop strings are the engine's."""
+        return False
+
     def finish(self, message: Finished) -> list[Choice]:
         reason = finish_reason(message)
-        self._left -= 1
         self._answer_tokens += message.answer_tokens
         return [_choice(message.index, "", finish_reason=reason)]
 
@@ -204,7 +217,7 @@ class CompletionWriter:
         return error_event(error)
 
     def _usage(self) -> dict[str, int]:
-        prompt, answer = len(self._prompt.ids), self._answer_tokens
+        prompt, answer = sum(len(prompt.ids) for prompt in self._prompts), self._answer_tokens
         return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
 
 

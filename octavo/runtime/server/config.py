@@ -42,13 +42,10 @@ class ServerConfig:
     )
     drain_seconds: float = option("Seconds that requests in work have to end when the server is told to stop.", 30.0)
     log_prompts: bool = option("Write the text of prompts to the log of requests.", False)
-    dump_dir: Path | None = None
-    """The engine's, whose report the page at ``/`` links."""
 
     def __post_init__(self) -> None:
         if self.api_key_file is not None:
-            keys = dict.fromkeys(self.api_key + _keys(self.api_key_file))  # once each, also in a copy of this
-            object.__setattr__(self, "api_key", tuple(keys))
+            object.__setattr__(self, "api_key", self.api_key + _keys(self.api_key_file))
         if any(not key or not key.isascii() or not key.isprintable() for key in self.api_key):
             raise UsageError("--api-key: must be printable ASCII, at least one character")
         self._check("port", 0, 65535)

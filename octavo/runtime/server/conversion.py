@@ -48,13 +48,13 @@ class Conversation:
 
 @contextlib.contextmanager
 def conversion_errors(body: Body) -> Iterator[None]:
-    """What the package refuses is a 400; its field is the first that the message speaks of."""
+    """What the package refuses is a 400; its field is the place in the body at which the message begins, if any."""
     try:
         yield
     except (recipe.ConversionError, ValueError, TypeError) as error:
         message = str(error)
-        words = re.findall(r"[a-z_]+", message.lower())
-        param = next((word for word in words if word in body.__struct_fields__), None)
+        place = re.match(r"Invalid '?((\w+)[\w.\[\]]*)('| value,)", message)
+        param = place[1] if place is not None and place[2] in body.__struct_fields__ else None
         raise ApiError(400, message, param=param) from None
 
 
@@ -118,11 +118,12 @@ class AnswerParser:
         logprobs = None if message.logprob is None else [(message.logprob.logprob, message.logprob.top)]
         return self._processor.push(recipe.InferenceChunk.tokens([message.token], logprobs))
 
-    def finish(self, reason: Literal["stop", "length"]) -> list[Any]:
-        """The engine has ended the answer."""
+    def finish(self, message: Finished) -> list[Any]:
+        """The engine has ended the answer. Raises :class:`ApiError` if it failed."""
         if self.finished:
             return []
-        ending = recipe.InferenceFinishReason.Stop if reason == "stop" else recipe.InferenceFinishReason.Length
+        stopped = finish_reason(message) == "stop"
+        ending = recipe.InferenceFinishReason.Stop if stopped else recipe.InferenceFinishReason.Length
         return self._processor.push(recipe.InferenceChunk.finish(ending))
 
 

@@ -111,19 +111,23 @@ class EngineProcess:
             raise NotReady(_why_not(self._state))
         ready = self._state.ready
         assert ready is not None
-        answers = submit.params.get("n", 1)
-        room = ready.max_requests + self._max_queue - self._answers
+        answers = len(submit.prompts) * submit.params.get("n", 1)
+        most = ready.max_requests + self._max_queue
+        if answers > most:
+            raise UsageError(f"n: the request asks for {answers} answers; this server takes at most {most} at once")
+        room = most - self._answers
         if answers > room:
             raise Overloaded(
                 f"{self._answers} answers are in work or wait, and there is room for {max(room, 0)} more. Try later.",
                 self._retry_after(),
             )
         assert submit.id not in self._open, f"two requests {submit.id}"
-        stream = RequestStream(submit, lambda: self._send(Abort(id=submit.id)))
+        data = frame([submit])  # before it counts as open, as it raises for what cannot be encoded
+        stream = RequestStream(submit, lambda index: self._send(Abort(id=submit.id, index=index)))
         self._open[submit.id] = _Open(stream, owner, answers)
         self._answers += answers
         self._idle.clear()
-        self._send(submit)
+        self._writer.write(data)
         return stream
 
     async def stats(self) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, Self
 
+import msgspec
+
 from octavo.errors import OctavoError
 from octavo.runtime.server.messages import Finished, Ready, Refused, Submit, Tokens
 
@@ -56,16 +58,18 @@ class RequestStream:
     ``finally``, so that a client that leaves frees everything.
     """
 
-    def __init__(self, submit: Submit, close: Callable[[], None]) -> None:
-        """``close`` is called once, if the stream is closed before its end."""
+    def __init__(self, submit: Submit, abort: Callable[[int | None], None]) -> None:
+        """``abort(index)`` ends one answer at a stop string, ``abort(None)`` all that are left; each at most once."""
         self.submit = submit
         self.finished: list[Finished] = []
         """Answers that the iteration has brought to their end."""
-        self._answers: int = submit.params.get("n", 1)
-        self._close = close
+        self._answers: int = len(submit.prompts) * submit.params.get("n", 1)
+        self._abort = abort
+        self._stopped: set[int] = set()
         self._arrived: deque[Tokens | Finished | Refused | EngineGone] = deque()
         self._waiter: asyncio.Future[None] | None = None
-        self._over = False
+        self.over = False
+        """The iteration has come to its end."""
 
     def put(self, message: Tokens | Finished | Refused | EngineGone) -> None:
         """The engine's side: what comes next. In the event loop's thread."""
@@ -77,26 +81,34 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> Tokens | Finished | Refused:
-        if self._over:
+        if self.over:
             raise StopAsyncIteration
         while not self._arrived:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         message = self._arrived.popleft()
         if isinstance(message, Finished):
+            if message.index in self._stopped:  # also if the engine ended it otherwise before it heard
+                message = msgspec.structs.replace(message, reason="stop", error=None)
             self.finished.append(message)
-            self._over = len(self.finished) == self._answers
+            self.over = len(self.finished) == self._answers
         elif not isinstance(message, Tokens):
-            self._over = True
+            self.over = True
         if isinstance(message, EngineGone):
             raise message
         return message
 
+    def stop(self, index: int) -> None:
+        """End one answer, whose text has come to a stop string; its :class:`Finished` still comes, with this reason."""
+        if index not in self._stopped:
+            self._stopped.add(index)
+            self._abort(index)
+
     def close(self) -> None:
         """Abort what is left; the iteration is over. Nothing happens after the end, or the second time."""
-        if not self._over:
-            self._over = True
-            self._close()
+        if not self.over:
+            self.over = True
+            self._abort(None)
 
 
 class EngineClient(Protocol):
@@ -108,7 +120,8 @@ class EngineClient(Protocol):
     def open(self, submit: Submit, owner: str = "") -> RequestStream:
         """Begin to answer. ``owner`` is the API key under which the request came; only the same may abort it.
 
-        Raises :class:`Overloaded` if the queue is full, :class:`NotReady` if the engine takes no requests.
+        Raises :class:`Overloaded` if the queue is full, :class:`NotReady` if the engine takes no requests, and
+        :class:`~octavo.errors.UsageError` for more answers than it ever takes.
         """
         ...
 

@@ -50,11 +50,18 @@ class Outbox:
 
     def _write(self) -> None:
         batch: list[FromEngine | None] = []
-        with contextlib.suppress(OSError):  # the other side is gone, which ends the process
+        try:
             while None not in batch:
                 batch = [self._queue.get()]
                 batch += [self._queue.get() for _ in range(self._queue.qsize())]
                 self._connection.sendall(frame([message for message in batch if message is not None]))
+        except OSError:
+            pass  # the other side is gone, which ends the process
+        except Exception as error:
+            traceback.print_exc()
+            with contextlib.suppress(OSError):
+                self._connection.sendall(frame([_broken(error)]))
+                self._connection.shutdown(socket.SHUT_RDWR)  # as if the other side were gone
 
 
 class Service:

@@ -7,7 +7,7 @@ from typing import Any
 
 import deepseek_recipe as recipe
 
-from octavo.runtime.server.conversion import AnswerParser, finish_reason
+from octavo.runtime.server.conversion import AnswerParser
 from octavo.runtime.server.errors import ApiError
 from octavo.runtime.server.events import event
 from octavo.runtime.server.messages import Finished, Tokens
@@ -25,18 +25,17 @@ class EventWriter:
         self._error = error
         self._events = 0
 
-    @property
-    def finished(self) -> bool:
-        return self._parser.finished
-
     def begin(self) -> list[Any]:
         return self._parser.begin()
 
     def push(self, message: Tokens) -> list[Any]:
         return self._parser.push(message)
 
+    def stopped(self, index: int) -> bool:
+        return self._parser.finished
+
     def finish(self, message: Finished) -> list[Any]:
-        return self._parser.finish(finish_reason(message))
+        return self._parser.finish(message)
 
     def frame(self, piece: Any) -> bytes:
         self._events += 1

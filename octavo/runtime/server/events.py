@@ -38,19 +38,18 @@ class ClientLeft(Exception):
 class Writer(Protocol):
     """One protocol's form of what the engine says. ``Any`` is a piece of an answer, whatever the protocol has."""
 
-    @property
-    def finished(self) -> bool:
-        """Nothing that could still come is needed."""
-        ...
-
     def begin(self) -> Iterable[Any]:
         """Pieces before the first token."""
         ...
 
     def push(self, message: Tokens) -> Iterable[Any]: ...
 
+    def stopped(self, index: int) -> bool:
+        """A stop string was found in this answer: none of its further tokens is needed."""
+        ...
+
     def finish(self, message: Finished) -> Iterable[Any]:
-        """Pieces at the end of one answer. Raises :class:`ApiError` if it failed."""
+        """Pieces at the end of one answer, unless it was stopped. Raises :class:`ApiError` if it failed."""
         ...
 
     def frame(self, piece: Any) -> bytes:
@@ -113,7 +112,7 @@ class EngineAnswer(Response):
         writer = self._writer
         for piece in writer.begin():
             writer.take(piece)
-        while not writer.finished:
+        while not self._engine.over:
             for piece in self._pieces(await anext(self._engine)):
                 writer.take(piece)
         await Response(writer.whole(), media_type=self.media_type)(scope, receive, send)
@@ -125,7 +124,7 @@ class EngineAnswer(Response):
         frames = self._frames(writer.begin()) + self._message(first)
         await send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
         try:
-            while not writer.finished:
+            while not self._engine.over:
                 if frames:
                     await send({"type": "http.response.body", "body": frames, "more_body": True})
                 frames = self._message(await self._next())
@@ -151,7 +150,10 @@ class EngineAnswer(Response):
     def _pieces(self, message: EngineMessage) -> Iterable[Any]:
         match message:
             case Tokens():
-                return self._writer.push(message)
+                pieces = self._writer.push(message)
+                if self._writer.stopped(message.index):
+                    self._engine.stop(message.index)
+                return pieces
             case Finished():
                 return self._writer.finish(message)
             case Refused():

@@ -5,6 +5,7 @@ Nothing here knows a vocabulary; :mod:`octavo.runtime.grammar_mask` puts a compi
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -14,7 +15,7 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits
 
-from octavo.errors import UsageError
+from octavo.errors import OctavoError, UsageError
 from octavo.runtime.server.messages import Grammar
 
 LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
@@ -38,14 +39,22 @@ _REASONING = r"/(?s:.*)/ & ~/(?s:.*)<\/think>(?s:.*)/"
 def check_grammar(grammar: Grammar) -> None:
     """Raise :class:`UsageError` for a grammar that no answer can be held to: it is wrong, too large or unsupported."""
     compiled = compile_grammar(grammar)
-    try:
+    # It panics when it cuts a message inside a character.
+    with panics_raise(unusable(grammar, "a keyword has a value of the wrong type")):
         failed, messages = LLMatcher.validate_grammar_with_warnings(compiled, limits=LIMITS)
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":  # of Rust, when it cuts a message inside a character
-            raise
-        raise unusable(grammar, "a keyword has a value of the wrong type") from None
     if failed:
         raise unusable(grammar, messages[0])
+
+
+@contextlib.contextmanager
+def panics_raise(error: OctavoError) -> Iterator[None]:
+    """Raise ``error`` if llguidance panics: what it raises then is no :class:`Exception`, and would end the engine."""
+    try:
+        yield
+    except BaseException as panic:
+        if type(panic).__name__ != "PanicException":
+            raise
+        raise error from None
 
 
 def compile_grammar(grammar: Grammar, think_end: int | None = None) -> str:

@@ -31,8 +31,9 @@ def bounded_protocol(most_bytes: int, seconds: float = HEAD_SECONDS) -> type[asy
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
+            head = self._head_ends
             super().data_received(data)
-            if self._head_ends is None:
+            if head is None or self._head_ends is not head:  # it is complete, or began in here
                 return
             self._head_bytes += len(data)
             if self._head_bytes > most_bytes and not self.transport.is_closing():

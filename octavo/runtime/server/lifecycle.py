@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -39,13 +38,16 @@ def run_server(engine: EngineConfig, config: ServerConfig) -> None:
     model_config = model_config_of(engine)
     tokenizer = tokenizer_of(engine, model_config)
     name = config.served_model_name or served_name(engine)
-    config = dataclasses.replace(config, served_model_name=name, dump_dir=engine.dump_dir)
+
+    def application(client: EngineProcess) -> FastAPI:
+        return create_app(config, client, tokenizer, model_config, model=name, dump_dir=engine.dump_dir)
+
     # uvloop where it can be imported.
     with (
         listen(config.host, config.port) as listener,
         asyncio.Runner(loop_factory=uvicorn.Config("", log_config=None).get_loop_factory()) as runner,
     ):
-        runner.run(_serve(engine, config, listener, lambda client: create_app(config, client, tokenizer, model_config)))
+        runner.run(_serve(engine, config, name, listener, application))
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -63,6 +65,7 @@ def listen(host: str, port: int) -> socket.socket:
 async def _serve(
     engine: EngineConfig,
     config: ServerConfig,
+    name: str,
     listener: socket.socket,
     application: Callable[[EngineProcess], FastAPI],
 ) -> None:
@@ -75,7 +78,7 @@ async def _serve(
     bar = contextlib.ExitStack()
     client = EngineProcess(engine, config.max_queue, bar.enter_context(start_progress()))
     async with _running(client, application(client), listener, config.max_header_bytes):
-        say(f"{config.served_model_name} starts at {_url(listener)}")
+        say(f"{name} starts at {_url(listener)}")
         with bar:
             await _first(client.ready(), told_to_stop.wait())
         if client.state.ready is not None:

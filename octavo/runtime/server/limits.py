@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -42,12 +42,17 @@ async def read_json(request: Request, kind: type[T], config: ServerConfig) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        message, _, place = str(error).partition(" - at ")
-        found = re.search(r"\$\.?([^`]*)`", place)
-        path = found[1] if found else ""
-        raise ApiError(400, _sentence(message, path), param=_param(message, path)) from None
+        raise _wrong_field(error, "") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"The body is not the JSON that it should be: {error}.") from None
+
+
+def check_json(value: Any, kind: Any, field: str) -> None:
+    """Raise :class:`ApiError` that names the place if the value of a body's field is no ``kind``."""
+    try:
+        msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise _wrong_field(error, field) from None
 
 
 def check_answers(n: int, config: ServerConfig) -> None:
@@ -81,6 +86,13 @@ async def _read(request: Request, most_bytes: int) -> bytes:
     except ClientDisconnect:
         raise ApiError(400, "The body is incomplete.") from None
     return b"".join(parts)
+
+
+def _wrong_field(error: msgspec.ValidationError, within: str) -> ApiError:
+    message, _, place = str(error).partition(" - at ")
+    found = re.search(r"\$\.?([^`]*)`", place)
+    path = within + (found[1] if found else "")
+    return ApiError(400, _sentence(message, path), param=_param(message, path))
 
 
 def _param(message: str, path: str) -> str | None:

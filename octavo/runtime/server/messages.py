@@ -28,10 +28,11 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Answer a prompt. ``id`` names the request until its last answer has finished."""
+    """Answer prompts. ``id`` names the request until its last answer has finished."""
 
     id: str
-    prompt: list[int]
+    prompts: list[list[int]]
+    """Each gets ``n`` answers; the answers to the first come first in their numbering."""
     params: dict[str, Any]
     """Fields of :class:`SamplingParams` by name, without ``token_mask``."""
     grammar: Grammar | None = None
@@ -43,6 +44,8 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """End a request as it is; one that is not known has ended."""
 
     id: str
+    index: int | None = None
+    """Of one answer, in which its client's side has found a stop string: it alone ends, with reason ``stop``."""
 
 
 class AskStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -100,10 +103,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     id: str
     index: int
     reason: Literal["stop", "length", "abort", "timeout", "error"]
-    stop: str | int | None
-    """The stop string or token that ended the answer."""
     error: str | None
-    prompt_tokens: int
     answer_tokens: int
     queue_seconds: float
     prefill_seconds: float

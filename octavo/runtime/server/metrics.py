@@ -49,8 +49,9 @@ class Metrics:
         self._requests.labels(route, str(status)).inc()
         self._request_seconds.labels(route).observe(seconds)
         answers = stream.finished if stream is not None else []
-        if answers:
-            self._prompt_tokens.observe(answers[0].prompt_tokens)
+        if stream is not None and answers:
+            for prompt in stream.submit.prompts:
+                self._prompt_tokens.observe(len(prompt))
         for answer in answers:
             self._queue_seconds.observe(answer.queue_seconds)
             self._answer_tokens.observe(answer.answer_tokens)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import secrets
 import time
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import deepseek_recipe as recipe
 import msgspec
 from fastapi import APIRouter, Request, Response
+from msgspec import Meta
 
 from octavo.runtime.prompt import conversion_options
 from octavo.runtime.server import openapi
@@ -16,6 +17,7 @@ from octavo.runtime.server.bodies import (
     Body,
     Count,
     Effort,
+    Empty,
     JsonObjectFormat,
     Sampling,
     SchemaFormat,
@@ -30,10 +32,64 @@ from octavo.runtime.server.conversion import AnswerParser, Conversation, convers
 from octavo.runtime.server.errors import ApiError
 from octavo.runtime.server.event_writer import EventWriter
 from octavo.runtime.server.events import event
-from octavo.runtime.server.limits import read_json
+from octavo.runtime.server.limits import check_json, read_json
 from octavo.runtime.server.service import Service
 
-_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+
+class InputText(Body, tag_field="type", tag="input_text"):
+    text: str
+
+
+class OutputText(Body, tag_field="type", tag="output_text"):
+    text: str
+    annotations: Empty | None = None
+    logprobs: list[Any] | None = None
+    """Has no effect, as in an answer that comes back."""
+
+
+class InputImage(Body, tag_field="type", tag="input_image"):
+    """Refused in words of its own, once the prompt is written."""
+
+    image_url: str
+    detail: str | None = None
+
+
+class Item(Body, kw_only=True):
+    id: str | None = None
+    """Has no effect."""
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+    """Has no effect."""
+
+
+class MessageItem(Item, kw_only=True, tag_field="type", tag="message"):
+    """The type may be left out."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[InputText | OutputText | InputImage]
+    phase: str | None = None
+    """Has no effect."""
+
+
+class FunctionCall(Item, kw_only=True, tag_field="type", tag="function_call"):
+    call_id: str
+    name: str
+    arguments: str
+
+
+class FunctionCallOutput(Item, kw_only=True, tag_field="type", tag="function_call_output"):
+    call_id: str
+    output: str | list[InputText | InputImage]
+
+
+class ReasoningText(Body, tag_field="type", tag="reasoning_text"):
+    text: str
+
+
+class ReasoningItem(Item, kw_only=True, tag_field="type", tag="reasoning"):
+    content: list[ReasoningText]
+    summary: Empty | None = None
+    encrypted_content: str | None = None
+    """Has no effect: the content says it."""
 
 
 class FunctionTool(Body, kw_only=True):
@@ -63,7 +119,8 @@ class ResponsesBody(Sampling, kw_only=True):
     """A request for a response."""
 
     model: str
-    input: str | list[dict[str, Any]]
+    input: str | Annotated[list[dict[str, Any]], Meta(min_length=1)]
+    """Text, or items."""
     instructions: str | None = None
     max_output_tokens: Count | None = None
     stream: bool | None = None
@@ -107,7 +164,7 @@ def routes(service: Service) -> APIRouter:
         generator = recipe.ResponsesRequest.chunk_generator(conversation.request, name, service.model).with_echo(echo)
         parser = AnswerParser(service, conversation, generator, service.ending(params))
         whole = recipe.ResponsesResponse(name, service.model, int(time.time()), len(conversation.prompt), 0)
-        stream = service.open(request, name, conversation.prompt, params, grammar, thinking=conversation.thinking)
+        stream = service.open(request, name, [conversation.prompt], params, grammar, thinking=conversation.thinking)
         return service.answer(stream, EventWriter(parser, whole, _error), streamed=bool(body.stream))
 
     return router
@@ -120,10 +177,8 @@ def _refuse_unsupported(body: ResponsesBody) -> None:
         if getattr(body, name):
             raise ApiError(400, f"{name} is not supported: nothing is kept between requests.", param=name)
     if isinstance(body.input, list):
-        for index, item in enumerate(body.input):
-            if item.get("type", "message") not in _ITEMS:
-                message = f"Items are of the types {', '.join(_ITEMS)}."
-                raise ApiError(400, message, param=f"input[{index}].type")
+        items = [{"type": "message"} | item for item in body.input]
+        check_json(items, list[MessageItem | FunctionCall | FunctionCallOutput | ReasoningItem], "input")
     for index, tool in enumerate(body.tools or ()):
         refuse_strict(tool.strict, f"tools[{index}].strict")
     if body.tool_choice not in (None, "none", "auto") and not body.tools:

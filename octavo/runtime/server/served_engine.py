@@ -56,8 +56,11 @@ class ServedEngine(Engine):
         if isinstance(message, Submit):
             self._submit(message)
         elif isinstance(message, Abort):
-            for request in self._open.get(message.id, ()):
-                self._loop.abort(request)
+            for number, request in enumerate(self._open.get(message.id, ())):
+                if message.index is None:
+                    self._loop.abort(request)
+                elif message.index == number:
+                    self._loop.abort(request, "stop")
         else:
             self._asker.submit(self._tell_stats, message.number)
 
@@ -69,10 +72,12 @@ class ServedEngine(Engine):
         try:
             params = messages.sampling_params(message.params)
             if message.grammar is not None:
-                mask = self._grammars.mask(message.grammar, thinking=message.thinking, answers=params.n)
+                answers = len(message.prompts) * params.n
+                mask = self._grammars.mask(message.grammar, thinking=message.thinking, answers=answers)
                 params = dataclasses.replace(params, token_mask=mask)
-            sink = functools.partial(self._give, message.id)
-            requests = self._requests(0, self.encode(message.prompt), params, sink)
+            sink = functools.partial(self._give, message.id, params.n)
+            encoded = list(map(self.encode, message.prompts))
+            requests = [one for number, ids in enumerate(encoded) for one in self._requests(number, ids, params, sink)]
             self._open[message.id] = requests
             self._loop.submit(requests, _told_by_wait)
         except EngineFailure:
@@ -81,14 +86,15 @@ class ServedEngine(Engine):
             self._open.pop(message.id, None)
             self._send(Refused(id=message.id, message=str(error)))
 
-    def _give(self, request_id: str, delta: Delta) -> None:
+    def _give(self, request_id: str, n: int, delta: Delta) -> None:
         """The requests' sink."""
+        index = delta.prompt * n + delta.index
         if delta.id is not None or delta.text:
             logprobs = delta.prompt_logprobs
             self._send(
                 Tokens(
                     id=request_id,
-                    index=delta.index,
+                    index=index,
                     text=delta.text,
                     token=delta.id,
                     logprob=_logprob(delta.logprob),
@@ -103,11 +109,9 @@ class ServedEngine(Engine):
         self._send(
             Finished(
                 id=request_id,
-                index=delta.index,
+                index=index,
                 reason=answer.finish_reason,
-                stop=answer.stop,
                 error=answer.error,
-                prompt_tokens=answer.prompt_tokens,
                 answer_tokens=len(answer.ids),
                 queue_seconds=answer.queue_seconds,
                 prefill_seconds=answer.prefill_seconds,

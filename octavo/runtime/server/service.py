@@ -14,6 +14,7 @@ from octavo.runtime.server.engine_interface import EngineClient, NotReady, Reque
 from octavo.runtime.server.errors import ApiError
 from octavo.runtime.server.events import EngineAnswer, Writer
 from octavo.runtime.server.messages import Grammar, Submit, sampling_params
+from octavo.runtime.token_ids import check_params_ids
 from octavo.runtime.tokenizer import Tokenizer
 
 
@@ -53,7 +54,7 @@ class Service:
         self,
         request: Request,
         name: str,
-        prompt: list[int],
+        prompts: list[list[int]],
         params: dict[str, Any],
         grammar: Grammar | None = None,
         *,
@@ -63,8 +64,8 @@ class Service:
 
         Raises :class:`UsageError` for wrong ``params``, and what :meth:`EngineClient.open` raises.
         """
-        sampling_params(params)
-        submit = Submit(id=name, prompt=prompt, params=params, grammar=grammar, thinking=thinking)
+        check_params_ids(sampling_params(params), self.model_config)
+        submit = Submit(id=name, prompts=prompts, params=params, grammar=grammar, thinking=thinking)
         stream = self.client.open(submit, owner=request.state.owner)
         request.state.record.stream = stream
         return stream

@@ -65,7 +65,7 @@ def status_router(config: ServerConfig, client: EngineClient, metrics: Metrics, 
 
     @router.post("/abort", openapi_extra=openapi.body(AbortBody))
     async def abort(request: Request) -> Response:
-        """End an answer as it is; its client gets what there is, with finish reason ``abort``."""
+        """End an answer as it is; its client gets what there is, with finish reason ``length``."""
         body = await read_json(request, AbortBody, config)
         if not client.abort(body.id, request.state.owner):
             raise ApiError(404, f"No answer {body.id!r} is in work under this key.", param="id")

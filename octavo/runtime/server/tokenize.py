@@ -11,7 +11,7 @@ from msgspec import Meta
 from octavo.runtime.server import openapi
 from octavo.runtime.server.bodies import Body, Effort, Thinking
 from octavo.runtime.server.chat import ChatBody, ChatMessage, Tool, convert_chat
-from octavo.runtime.server.completions import encode_prompt
+from octavo.runtime.server.completions import encode_prompts
 from octavo.runtime.server.conversion import off_loop
 from octavo.runtime.server.errors import ApiError
 from octavo.runtime.server.limits import read_json
@@ -66,7 +66,7 @@ async def _tokens(body: TokenizeBody, service: Service) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "Send either a prompt or messages.", param="prompt")
     if body.prompt is not None:
-        return (await encode_prompt(body.prompt, service)).ids
+        return (await encode_prompts([body.prompt], service))[0].ids
     assert body.messages is not None
     chat = ChatBody(
         model=service.model,

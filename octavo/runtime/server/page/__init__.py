@@ -7,7 +7,6 @@ from pathlib import Path
 from fastapi import APIRouter, Response
 from fastapi.responses import HTMLResponse
 
-from octavo.runtime.server.config import ServerConfig
 from octavo.runtime.server.errors import ApiError
 
 REPORT = "report.html"
@@ -23,11 +22,11 @@ _HEADERS = {
 }
 
 
-def routes(config: ServerConfig) -> APIRouter:
-    """The two routes. They are for people, so the OpenAPI document does not have them."""
+def routes(dump_dir: Path | None) -> APIRouter:
+    """The two routes; ``dump_dir`` is the engine's. They are for people, so the OpenAPI document does not have them."""
     router = APIRouter(include_in_schema=False)
     text = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
-    page = text.replace("{{report}}", "hidden" if config.dump_dir is None else "")
+    page = text.replace("{{report}}", "hidden" if dump_dir is None else "")
 
     @router.get("/")
     async def show_page() -> Response:
@@ -36,7 +35,7 @@ def routes(config: ServerConfig) -> APIRouter:
     @router.get("/graphs")
     async def show_report() -> Response:
         """The report of a dump, which is written while the engine starts."""
-        file = None if config.dump_dir is None else config.dump_dir / REPORT
+        file = None if dump_dir is None else dump_dir / REPORT
         if file is None or not file.is_file():
             raise ApiError(404, "There is no report: start the server with --dump-dir, and wait until it is ready.")
         return HTMLResponse(file.read_bytes(), headers=_HEADERS)
