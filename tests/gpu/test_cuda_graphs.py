@@ -108,9 +108,9 @@ def test_reference_modes_agree() -> None:
     assert outcome("on", numerics="reference") == outcome("eager", numerics="reference")
 
 
-def test_compiled_modes_agree() -> None:
-    """With Inductor's kernels too, replay equals the eager run of the same kernels."""
-    assert outcome("compare", compile="inductor") == outcome("on", compile="inductor")
+def test_modes_agree_without_a_compiler() -> None:
+    """By default Inductor compiles; without it, other kernels stand in the segments."""
+    assert outcome("compare", compile="none") == outcome("on", compile="none")
 
 
 def test_two_engines_in_one_process(replayed: list[Any]) -> None:
