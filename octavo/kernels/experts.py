@@ -51,11 +51,11 @@ def experts(
 ) -> Tensor:
     """Route every row over all E experts and sum the outputs of the resident ones: [R, D] F64, a partial sum.
 
-    x [R, D] BF16 or F32, live and image [R] bool; gate [E, D], bias and bias_vl [E] F32 (bias_vl serves image rows,
-    None without vision). Resident are experts first_expert .. first_expert + n - 1, packed F4: w1 and w3 [n, I, D/2],
-    w2 [n, D, I/2] uint8 with scales s1, s3 [n, I, D/32], s2 [n, D, I/32] uint8. A routed output is rounded to x's
-    dtype; the sum over experts and ranks is F64. Every expert sees every row (static shapes); experts are dequantised
-    in small groups, at true shapes one at a time.
+    x [R, D] BF16 or F32, live and image [R] bool; gate [E, D] BF16, used as F32; bias and bias_vl [E] F32 (bias_vl
+    serves image rows, None without vision). Resident are experts first_expert .. first_expert + n - 1, packed F4: w1
+    and w3 [n, I, D/2], w2 [n, D, I/2] uint8 with scales s1, s3 [n, I, D/32], s2 [n, D, I/32] uint8. A routed output is
+    rounded to x's dtype; the sum over experts and ranks is F64. Every expert sees every row (static shapes); experts
+    are dequantised in small groups, at true shapes one at a time.
     """
     chosen, weights = route(x, live, image, gate, bias, bias_vl, top_k, route_scale)
     rounded = round_q8(x)
@@ -162,7 +162,7 @@ def route(
     route_scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Experts of each row and their weights, see :func:`choose_experts`. Arguments as in :func:`experts`."""
-    return choose_experts(blocked_matmul(x.float(), gate), live, image, bias, bias_vl, top_k, route_scale)
+    return choose_experts(blocked_matmul(x.float(), gate.float()), live, image, bias, bias_vl, top_k, route_scale)
 
 
 def choose_experts(

@@ -43,11 +43,11 @@ def _linear(x: Tensor, weight: Tensor) -> Tensor:
 
 @operator(arguments={"x": Need.ROWS, "weight": Need.ANY}, results=(CARRIED,), source="spec/model.md 3.1, 3.6")
 def linear_f32(x: Tensor, weight: Tensor) -> Tensor:
-    """y = x W in F32: x [R, in] BF16 or F32, weight [out, in] F32 -> [R, out] F32.
+    """y = x W in F32: x [R, in] BF16 or F32, weight [out, in] BF16 or F32 -> [R, out] F32.
 
-    For the products that the model does in F32: head and ratio-2 compressor.
+    For the products that the model does in F32: head and ratio-2 compressor, both stored BF16.
     """
-    return blocked_matmul(x.float(), weight)
+    return blocked_matmul(x.float(), weight.float())
 
 
 @linear_f32.fake

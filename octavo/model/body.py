@@ -282,11 +282,11 @@ class Experts(nn.Module):
 
 
 class Gate(nn.Module):
-    """Router matrix and the biases of the choice; ``bias_vl`` serves image rows and exists with vision alone."""
+    """Router matrix, used as F32, and the biases of the choice; image rows have ``bias_vl``, where there is vision."""
 
     def __init__(self, text: TextConfig, vision: bool) -> None:
         super().__init__()
-        self.weight = parameter(text.n_routed_experts, text.hidden_size, dtype=torch.float32)
+        self.weight = parameter(text.n_routed_experts, text.hidden_size, dtype=torch.bfloat16)
         self.bias = parameter(text.n_routed_experts, dtype=torch.float32)
         self.bias_vl = parameter(text.n_routed_experts, dtype=torch.float32) if vision else None
 

@@ -1,7 +1,7 @@
 """Holders of parameters, named as in the official checkpoint; one small module per storage class.
 
-Weights keep their storage type (F8 codes, packed F4 codes, scale bytes); only what the model multiplies in F32
-(head, router, ratio-2 compressor) is promoted on loading (spec/model.md 2).
+Weights keep their storage type: F8 codes, packed F4 codes, scale bytes, BF16. What the model multiplies in F32 (head,
+router, ratio-2 compressor) is promoted by the operator (spec/model.md 2).
 """
 
 from __future__ import annotations
@@ -33,10 +33,7 @@ class Linear(Weight):
 
 
 class LinearF32(Weight):
-    """Matrix [out, in] stored BF16, used as F32."""
-
-    def __init__(self, outputs: int, inputs: int) -> None:
-        super().__init__(outputs, inputs, dtype=torch.float32)
+    """BF16 matrix [out, in], used as F32."""
 
     def forward(self, x: Tensor) -> Tensor:
         return kernels.linear_f32(x, self.weight)

@@ -1,4 +1,4 @@
-"""NVIDIA's memory checker on a small capture and its replays."""
+"""NVIDIA's checkers on a small capture and its replays."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ SANITIZER = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer
 
 
 @pytest.mark.timeout(400)
-def test_memcheck() -> None:
-    """No access out of bounds, in what is captured and in what is called between."""
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_nothing_is_found(tool: str) -> None:
+    """No access out of bounds and no race in shared memory, in what is captured and in what is called between."""
     if SANITIZER is None:
         pytest.skip("compute-sanitizer is not installed: it comes with the CUDA toolkit")
     command = [
         SANITIZER,
         "--tool",
-        "memcheck",
+        tool,
         "--error-exitcode",
         "9",
         sys.executable,
@@ -33,4 +34,5 @@ def test_memcheck() -> None:
     if "Device not supported" in done.stdout + done.stderr:
         pytest.skip("compute-sanitizer does not support this (virtual) device")
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    assert "replayed" in done.stdout and "ERROR SUMMARY: 0 errors" in done.stdout + done.stderr
+    summary = "ERROR SUMMARY: 0 errors" if tool == "memcheck" else "RACECHECK SUMMARY: 0 hazards displayed (0 errors"
+    assert "replayed" in done.stdout and summary in done.stdout + done.stderr

@@ -19,6 +19,7 @@ from multiprocessing import get_context
 import torch
 from torch import Tensor
 
+from octavo.kernels.torch_backend.f32_product import f32_product
 from octavo.kernels.triton_backend import experts as steps
 from octavo.kernels.triton_backend.expert_tiles import TILES, Launch, Tile, choose_tiles
 from tests.gpu.test_triton_experts import true_shapes
@@ -93,9 +94,9 @@ def tune(rows: int) -> None:
     sets = [true_shapes(rows, RESIDENT, seed) for seed in range(WEIGHTS)]
     given = sets[0]
     given["live"].fill_(True)
-    rounded, widened, counts = steps.round_inputs(given["x"], RESIDENT)
+    rounded, counts = steps.round_inputs(given["x"], RESIDENT)
     routing = given["live"], given["image"], given["bias"], given["bias_vl"]
-    chosen, weights = steps.choose(torch.mm(widened, given["gate"].t()), *routing, counts, 0, 6, 1.5)
+    chosen, weights = steps.choose(f32_product(given["x"], given["gate"]), *routing, counts, 0, 6, 1.5)
     pairs = int((chosen >= 0).sum())
     bytes_read = int((counts > 0).sum()) * 2304 * 5120 * (0.5 + 1 / 32)
     chosen_tile, chosen_tail = choose_tiles(rows, 6, 384)

@@ -239,7 +239,7 @@ def _experts(draw: Draw, resident: range) -> Arguments:
         "x": draw.rows(size.hidden),
         "live": draw.batch.live,
         "image": draw.batch.image,
-        "gate": draw.matrix(size.experts, size.hidden, torch.float32),
+        "gate": draw.matrix(size.experts, size.hidden),
         "bias": draw.normal(size.experts, gain=0.1),
         "bias_vl": draw.normal(size.experts, gain=0.5),
         "w1": w1[part],
@@ -296,8 +296,7 @@ def linear_f8(draw: Draw) -> Arguments:
 
 @case(kernels.linear_f32)
 def linear_f32(draw: Draw) -> Arguments:
-    weight = draw.matrix(draw.size.head_dim + 3, draw.size.hidden, torch.float32)
-    return {"x": draw.rows(draw.size.hidden), "weight": weight}
+    return {"x": draw.rows(draw.size.hidden), "weight": draw.matrix(draw.size.head_dim + 3, draw.size.hidden)}
 
 
 @case(kernels.grouped_linear)

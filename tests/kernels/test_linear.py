@@ -38,7 +38,7 @@ def test_golden_head() -> None:
     """
     stage, weights = tensors("prefill_ref"), mini_weights()
     hidden = kernels.mhc_collapse(stage["p37.X.9"], stage["p37.pre.9"], weights["norm.weight"], EPSILON)
-    logits = kernels.linear_f32(hidden, weights["head.weight"].float())
+    logits = kernels.linear_f32(hidden, weights["head.weight"])
     torch.testing.assert_close(logits, stage["p37.logits"], rtol=0, atol=1e-5)
 
 
@@ -67,7 +67,7 @@ def test_unquantised_products_are_rounded_exact_sums(dtype: torch.dtype) -> None
 def test_f32_products_stay_near_the_exact_sum() -> None:
     """Error of an F32 dot product of n = 512 terms: at most n x 2^-24 of the sum of magnitudes; in fact far less."""
     draw = drawing(torch.bfloat16)
-    x, weight = draw.rows(WIDE.hidden), draw.matrix(7, WIDE.hidden, torch.float32)
+    x, weight = draw.rows(WIDE.hidden), draw.matrix(7, WIDE.hidden)
     result = kernels.linear_f32(x, weight)
     bound = exact(x.abs(), weight.abs()) * 512 * 2.0**-24
     assert result.dtype == torch.float32

@@ -89,7 +89,7 @@ def test_golden_entries_and_keys(layer: int, ratio: int) -> None:
     source, batch = Source(ratio, layer), Batch((Request(3, 0, 37),))
     weights = mini_weights()
     if ratio == 2:
-        values, gates = (kernels.linear_f32(x, weights[f"{name}.{part}.weight"].float()) for part in ("wkv", "wgate"))
+        values, gates = (kernels.linear_f32(x, weights[f"{name}.{part}.weight"]) for part in ("wkv", "wgate"))
         source.step(batch, values, gates)
         assert source.pending is not None
         assert same_bits(source.pending[3], torch.stack((values[36], gates[36])))

@@ -40,7 +40,7 @@ def shapes(rows: int, experts: int, resident: range, hidden: int, inner: int, to
         "x": empty(rows, hidden, dtype=torch.bfloat16),
         "live": empty(rows, dtype=torch.bool),
         "image": empty(rows, dtype=torch.bool),
-        "gate": empty(experts, hidden, dtype=torch.float32),
+        "gate": empty(experts, hidden, dtype=torch.bfloat16),
         "bias": empty(experts, dtype=torch.float32),
         "bias_vl": empty(experts, dtype=torch.float32) if resident.start == 0 else None,
         "w1": empty(count, inner, hidden // 2),

@@ -99,7 +99,7 @@ def test_a_rank_may_compute_a_whole_decode_step() -> None:
 
 
 def test_equal_ranks_share_a_line(sparse: Path) -> None:
-    """Weights by hand: the layout's bytes without tables and drafts, of the routed experts an eighth."""
+    """Weights by hand: the layout's bytes without tables, drafts and vision, of the routed experts an eighth."""
     planned = plan_ranks(EngineConfig(model=sparse, device="cpu", ranks=8, kv_tokens=65_536))
     heading, _, row, total = planned.lines()
     named = dict(zip(cells(heading), cells(row), strict=True))
@@ -110,13 +110,13 @@ def test_equal_ranks_share_a_line(sparse: Path) -> None:
     assert checkpoint is not None and checkpoint.files_opened == 0
     routed, others = 0, 0
     for name, spec in checkpoint.expected.items():
-        if ".engram.embed." in name or name.startswith("mtp."):
+        if ".engram.embed." in name or name.startswith(("mtp.", "vision.", "aligner.", "image_")):
             continue
         if ".ffn.experts." in name:
             routed += spec.nbytes
         else:
             others += spec.nbytes
-    assert routed / 8 + others <= planned.first.weight_bytes < 1.05 * (routed / 8 + others), "some BF16 is held as F32"
+    assert planned.first.weight_bytes == routed / 8 + others, "every weight is held as it is stored"
     assert "Engram tables 203 GB, mapped on the host once" in total and "whose free memory they share" in total
     described = describe_plan(EngineConfig(model=sparse, device="cpu", ranks=8))
     assert cells(described[0]) == cells(heading), "the width of a column follows from how much memory is free"

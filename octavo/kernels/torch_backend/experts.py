@@ -8,6 +8,7 @@ from torch import Tensor
 from octavo.kernels.experts import choose_experts, experts, gated, shared_expert
 from octavo.kernels.quantise import round_q8
 from octavo.kernels.torch_backend.dequantise import bf16_rows, bf16_tiles
+from octavo.kernels.torch_backend.f32_product import f32_product
 
 
 @experts.implement("torch", dtype=torch.float32)
@@ -35,7 +36,7 @@ def _experts(
     nothing is computed for the latter. One matrix of all resident experts is dequantised at a time. On CUDA
     ``grouped_mm`` waits for nothing on devices of compute capability 9 and 10 alone.
     """
-    logits = torch.mm(x.float(), gate.t())
+    logits = f32_product(x, gate)
     chosen, weights = choose_experts(logits, live, image, bias, bias_vl, top_k, route_scale)
     resident = (chosen >= first_expert) & (chosen < first_expert + w1.shape[0])
     numbers = torch.where(resident, chosen - first_expert, w1.shape[0]).int().flatten()

@@ -1,4 +1,4 @@
-"""Linear layers: BF16 products, and plain F32 ones where the model computes in F32."""
+"""Linear layers: BF16 products, their sums kept F32 where the model computes in F32."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import Tensor
 from octavo.kernels.linear import grouped_linear, linear, linear_f8, linear_f32
 from octavo.kernels.quantise import round_q8
 from octavo.kernels.torch_backend.dequantise import bf16_tiles
+from octavo.kernels.torch_backend.f32_product import f32_product
 
 
 @linear_f8.implement("torch", compilable=True)
@@ -22,7 +23,7 @@ def _linear(x: Tensor, weight: Tensor) -> Tensor:
 
 @linear_f32.implement("torch", compilable=True)
 def _linear_f32(x: Tensor, weight: Tensor) -> Tensor:
-    return torch.mm(x.float(), weight.t())
+    return f32_product(x, weight)
 
 
 @grouped_linear.implement("torch", compilable=True)

@@ -42,7 +42,6 @@ def round_q8_groups(x: tl.tensor) -> tl.tensor:
 def round_rows(
     x: tl.tensor,
     rounded: tl.tensor,
-    widened: tl.tensor,
     counts: tl.tensor,
     channels: tl.int32,
     padded: tl.int32,
@@ -50,7 +49,7 @@ def round_rows(
     COLUMNS: tl.constexpr,
     RESIDENT: tl.constexpr,
 ) -> None:
-    """x [R, D] BF16 -> rounded [R, padded] BF16, Q8, in fragment order, x 2^64, zero beyond D; widened [R, D] F32.
+    """x [R, D] BF16 -> rounded [R, padded] BF16, Q8, in fragment order, x 2^64, zero beyond D.
 
     Also sets counts [resident] int32 to zero. ``padded`` is D up to a multiple of 128. One row and COLUMNS channels a
     program.
@@ -58,7 +57,6 @@ def round_rows(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     values = tl.load(x + row * channels + column, mask=column < channels, other=0.0).to(tl.float32)
-    tl.store(widened + row * channels + column, values, mask=column < channels)
     groups = round_q8_groups(tl.reshape(values, [COLUMNS // GROUP, GROUP, 1])) * SHIFT
     fragments = tl.permute(tl.reshape(groups, [COLUMNS // BLOCK, 4, 4, 2, 2, 2]), (0, 2, 4, 5, 1, 3))
     ordered = tl.reshape(fragments, [COLUMNS]).to(rounded.dtype.element_ty)

@@ -12,6 +12,7 @@ from torch import Tensor
 from octavo.kernels.experts import experts
 from octavo.kernels.operator import ModelWidths
 from octavo.kernels.quantise import GROUP_Q4MX
+from octavo.kernels.torch_backend.f32_product import f32_product
 from octavo.kernels.triton_backend.device import multiprocessors
 from octavo.kernels.triton_backend.expert_products import LARGEST_SCALE, down, gate_and_up, sum_pairs
 from octavo.kernels.triton_backend.expert_routing import BLOCK, place_pairs, round_rows, route
@@ -81,8 +82,9 @@ def experts_triton(
         )
     if x.shape[0] == 0:
         return x.float()
-    rounded, widened, counts = round_inputs(x.contiguous(), w1.shape[0])
-    logits = torch.mm(widened, gate.t())
+    x = x.contiguous()
+    rounded, counts = round_inputs(x, w1.shape[0])
+    logits = f32_product(x, gate)
     chosen, weights = choose(logits, live, image, bias, bias_vl, counts, first_expert, top_k, route_scale)
     work = place(chosen, counts, *choose_tiles(x.shape[0], top_k, gate.shape[0]))
     hidden = multiply_gate_and_up(rounded, weights, work, w1, s1, w3, s3, limit)
@@ -100,17 +102,15 @@ class Work:
     many there are: [1] int32."""
 
 
-def round_inputs(x: Tensor, resident: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x [R, D] BF16 -> rounded [R, D up to 128] BF16 in fragment order, widened [R, D] F32, zeros [resident] int32."""
+def round_inputs(x: Tensor, resident: int) -> tuple[Tensor, Tensor]:
+    """x [R, D] BF16 -> rounded [R, D up to 128] BF16 in fragment order, zeros [resident] int32."""
     rows, channels = x.shape
     padded = -(-channels // _BLOCK) * _BLOCK
     rounded = x.new_empty(rows, padded)
-    widened = torch.empty_like(x, dtype=torch.float32)
     counts = torch.empty(resident, dtype=torch.int32, device=x.device)
     round_rows[(rows, triton.cdiv(padded, _COLUMNS))](
         x,
         rounded,
-        widened,
         counts,
         channels,
         padded,
@@ -118,7 +118,7 @@ def round_inputs(x: Tensor, resident: int) -> tuple[Tensor, Tensor, Tensor]:
         COLUMNS=_COLUMNS,
         RESIDENT=triton.next_power_of_2(resident),
     )
-    return rounded, widened, counts
+    return rounded, counts
 
 
 def choose(

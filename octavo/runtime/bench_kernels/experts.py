@@ -14,6 +14,7 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo.kernels.torch_backend.dequantise import bf16_rows
+from octavo.kernels.torch_backend.f32_product import f32_product
 from octavo.runtime.bench_kernels.case import KernelCase, Prepared, call_copy
 
 _HIDDEN, _INNER, _EXPERTS, _RESIDENT, _TOP_K, _LIMIT = 5120, 2304, 384, 48, 6, 10.0
@@ -42,7 +43,7 @@ def _prepare(rows: int) -> Prepared:
         },
         copies=_COPIES,
         operations=6.0 * _HIDDEN * _INNER * float(counts.sum()) + 2.0 * rows * _HIDDEN * _EXPERTS,
-        bytes=3 * _MATRIX_BYTES * float((counts > 0).sum()) + 4.0 * _HIDDEN * _EXPERTS + 6.0 * rows * _HIDDEN,
+        bytes=3 * _MATRIX_BYTES * float((counts > 0).sum()) + 2.0 * _HIDDEN * _EXPERTS + 6.0 * rows * _HIDDEN,
     )
 
 
@@ -54,9 +55,9 @@ def _prepare_products(rows: int) -> Prepared:
 
     inputs = _inputs(rows)
     given = inputs[0]
-    rounded, widened, counts = steps.round_inputs(given["x"], _RESIDENT)
+    rounded, counts = steps.round_inputs(given["x"], _RESIDENT)
     routing = given["live"], given["image"], given["bias"], given["bias_vl"]
-    chosen, weights = steps.choose(torch.mm(widened, given["gate"].t()), *routing, counts, 0, _TOP_K, 1.5)
+    chosen, weights = steps.choose(f32_product(given["x"], given["gate"]), *routing, counts, 0, _TOP_K, 1.5)
     work = steps.place(chosen, counts, *choose_tiles(rows, _TOP_K, _EXPERTS))
     pairs = int(counts.sum())
     ends = counts.cumsum(0).int()
@@ -83,9 +84,9 @@ def _prepare_products(rows: int) -> Prepared:
 def _pairs_of_experts(given: dict[str, Any]) -> Tensor:
     from octavo.kernels.triton_backend import experts as steps
 
-    _, widened, counts = steps.round_inputs(given["x"], _RESIDENT)
+    _, counts = steps.round_inputs(given["x"], _RESIDENT)
     routing = given["live"], given["image"], given["bias"], given["bias_vl"]
-    steps.choose(torch.mm(widened, given["gate"].t()), *routing, counts, 0, _TOP_K, 1.5)
+    steps.choose(f32_product(given["x"], given["gate"]), *routing, counts, 0, _TOP_K, 1.5)
     return counts
 
 
@@ -101,7 +102,7 @@ def _inputs(rows: int) -> list[dict[str, Any]]:
         "x": torch.randn(rows, _HIDDEN, **cuda).to(torch.bfloat16),
         "live": torch.ones(rows, dtype=torch.bool, device="cuda"),
         "image": torch.zeros(rows, dtype=torch.bool, device="cuda"),
-        "gate": torch.randn(_EXPERTS, _HIDDEN, **cuda) * _HIDDEN**-0.5,
+        "gate": (torch.randn(_EXPERTS, _HIDDEN, **cuda) * _HIDDEN**-0.5).to(torch.bfloat16),
         "bias": bias,
         "bias_vl": None,
         "first_expert": 0,
