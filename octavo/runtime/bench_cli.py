@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,9 +14,24 @@ from octavo.runtime.config import EngineConfig
 from octavo.runtime.options import with_options
 from octavo.runtime.terminal import check_writable, count_progress, say, start_engine, start_progress
 
+if TYPE_CHECKING:
+    from octavo.runtime.bench_steps.shapes import Kind
+
 bench_app = typer.Typer(invoke_without_command=True)
 
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write all numbers to this file.")]
+
+_CONTEXT_HELP = "Tokens that each request has before the step, ascending; random state stands for them."
+_WAYS_HELP = (
+    "Ways to run: eager and graphs (operators as they are, called or replayed), inductor and both (compiled). all, or "
+    "some of them. Default: an engine's."
+)
+_BASELINES_HELP = (
+    "Also measure: eager (the same model in plain PyTorch operations), compile (torch.compile of those, which takes "
+    "minutes for many --layers), huggingface (layers of transformers' deepseek_v4). Separated by commas."
+)
+_REPEAT_HELP = "Steps of which the median is taken; baselines run a fifth as often."
+_PLOT_HELP = "Also draw the components under the roofline to this SVG file."
 
 
 @bench_app.callback()
@@ -76,6 +91,82 @@ def graphs(
         for report in measure_graphs(engine, counts, repeat, progress):
             if json_file is not None:  # a long measurement that is interrupted leaves what it has
                 json_file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    say(report["environment"]["engine"])
+    for line in report_lines(report):
+        typer.echo(line)
+
+
+@bench_app.command("prefill")
+@with_options
+def prefill(
+    engine: EngineConfig,
+    rows: Annotated[
+        str, typer.Option(help="Rows of the step, ascending, at most --chunk: the next tokens of one request.")
+    ] = "128,512,2048,8192",
+    contexts: Annotated[str, typer.Option("--context", help=_CONTEXT_HELP)] = "0,32768",
+    ways: Annotated[str | None, typer.Option(help=_WAYS_HELP)] = None,
+    baselines: Annotated[str | None, typer.Option(help=_BASELINES_HELP)] = None,
+    repeat: Annotated[int, typer.Option(min=1, help=_REPEAT_HELP)] = 20,
+    json_file: JsonFile = None,
+    plot: Annotated[Path | None, typer.Option(help=_PLOT_HELP)] = None,
+) -> None:
+    """Measure prefill steps as an engine runs them, against the floor of an H200: in all, and by component.
+
+    Also launches, breaks, idle time of the GPU inside graphs, and what captures take. The floor counts what each
+    component must move and multiply at the datasheet's rates. --graphs, --buckets, --max-requests, --dump-dir and
+    --ranks do not apply.
+    """
+    _measure_steps("prefill", engine, rows, contexts, ways, baselines, repeat, json_file, plot)
+
+
+@bench_app.command("decode")
+@with_options
+def decode(
+    engine: EngineConfig,
+    batch: Annotated[
+        str, typer.Option(help="Requests of the step, ascending, at most --chunk: each brings one row and samples.")
+    ] = "1,16,64,128",
+    contexts: Annotated[str, typer.Option("--context", help=_CONTEXT_HELP)] = "0,32768",
+    ways: Annotated[str | None, typer.Option(help=_WAYS_HELP)] = None,
+    baselines: Annotated[str | None, typer.Option(help=_BASELINES_HELP)] = None,
+    repeat: Annotated[int, typer.Option(min=1, help=_REPEAT_HELP)] = 20,
+    json_file: JsonFile = None,
+    plot: Annotated[Path | None, typer.Option(help=_PLOT_HELP)] = None,
+) -> None:
+    """Measure decode steps as an engine runs them, against the floor of an H200: in all, and by component.
+
+    As bench prefill, with a row of each of many requests.
+    """
+    _measure_steps("decode", engine, batch, contexts, ways, baselines, repeat, json_file, plot)
+
+
+def _measure_steps(
+    kind: Kind,
+    engine: EngineConfig,
+    sizes: str,
+    contexts: str,
+    ways: str | None,
+    baselines: str | None,
+    repeat: int,
+    json_file: Path | None,
+    plot: Path | None,
+) -> None:
+    for file, option in ((json_file, "--json"), (plot, "--plot")):
+        if file is not None:
+            check_writable(file, option)
+    from octavo.runtime.bench_steps.measure import measure_steps
+    from octavo.runtime.bench_steps.plot import plot_svg
+    from octavo.runtime.bench_steps.report import report_lines
+    from octavo.runtime.bench_steps.shapes import step_shapes
+
+    shapes = step_shapes(kind, sizes, contexts, engine.chunk)
+    report: dict[str, Any] = {}
+    with start_progress() as progress:
+        for report in measure_steps(engine, kind, shapes, ways, baselines, repeat, progress):
+            if json_file is not None:  # a long measurement that is interrupted leaves what it has
+                json_file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    if plot is not None:
+        plot.write_text(plot_svg(report), encoding="utf-8")
     say(report["environment"]["engine"])
     for line in report_lines(report):
         typer.echo(line)
