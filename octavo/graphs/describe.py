@@ -1,8 +1,8 @@
 """A graph in words of its own: what people read and diffs compare.
 
 Names that torch makes up, of values and of symbols, depend on its version and on every earlier edit. So values are
-named here by layer and operator (``L3.rotate.2``: the second ``rotate`` of layer 3), inputs by their path, and the one
-dynamic extent, the rows on a rank, is ``r``. Inserting a node renames no other one. Unpacking of results is no node
+named here by layer and operator (``L3.mhc_mix.2``: the second ``mhc_mix`` of layer 3), inputs by their path, and the
+one dynamic extent, the rows on a rank, is ``r``. Inserting a node renames no other one. Unpacking of results is no node
 here: it is written ``L3.mhc_mix[1]``.
 """
 
@@ -131,7 +131,7 @@ def operation_of(node: Node) -> str:
 
 
 def arguments_of(node: Node, names: dict[str, str]) -> Iterable[str]:
-    """``query=L3.rotate`` and so on, by the names of the schema."""
+    """``latents=L3.window_latent`` and so on, by the names of the schema."""
     assert isinstance(node.target, torch._ops.OpOverload)
     schema = [argument.name for argument in node.target._schema.arguments]
     for name, value in (dict(zip(schema, node.args, strict=False)) | dict(node.kwargs)).items():

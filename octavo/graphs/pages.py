@@ -64,7 +64,7 @@ def index_page(report: Facts, measured: Facts | None = None) -> list[str]:
         "| [report.json](report.json) | the same facts for programs |",
         *_measured_lines(measured),
         "",
-        "`L3.rotate.2` is the second `rotate` of layer 3, `L3.mhc_mix[1]` the second result of its `mhc_mix`; inputs "
+        "`L3.mhc_mix.2` is the second `mhc_mix` of layer 3, `L3.mhc_mix[1]` the second result of its first; inputs "
         "and weights go by their paths. `L*` stands for the layer. r: rows on a rank; b: rows of a bucket.",
         "",
         "## Passes",

@@ -19,7 +19,7 @@ from octavo.kernels.mhc import mhc_collapse, mhc_expand, mhc_mix, stream_mean
 from octavo.kernels.norm import rms_norm
 from octavo.kernels.operator import OPERATORS
 from octavo.kernels.publish import publish
-from octavo.kernels.rope import index_query, rotate, window_latent
+from octavo.kernels.rope import index_query, window_latent
 from octavo.kernels.select import select, select_candidates
 
 __all__ = [
@@ -42,7 +42,6 @@ __all__ = [
     "mhc_mix",
     "publish",
     "rms_norm",
-    "rotate",
     "select",
     "select_candidates",
     "shared_expert",

@@ -8,6 +8,7 @@ from torch import Tensor
 from octavo.kernels.numerics import exact_matmul
 from octavo.kernels.operator import DeadRows, Gives, Need, Returns, operator
 from octavo.kernels.paging import entry_address, step_layout
+from octavo.kernels.rope import turn
 from octavo.kernels.storage import load_entries
 
 KEY_BLOCK = 64
@@ -22,6 +23,7 @@ _ROW_CHUNK = 64
         "latents": Need.ORDERED,
         "ring": Need.ANY,
         "sink": Need.ANY,
+        "frequencies": Need.ANY,
         "slots": Need.ROWS,
         "positions": Need.ROWS,
         "write_slots": Need.ORDERED,
@@ -32,7 +34,7 @@ _ROW_CHUNK = 64
         "selected": Need.ROWS,
     },
     results=(Returns(Gives.ROWS, DeadRows.ZERO),),
-    source="spec/model.md 3.5",
+    source="spec/model.md 3.4, 3.5",
     before_write=("ring",),
 )
 def attend(
@@ -40,6 +42,7 @@ def attend(
     latents: Tensor,
     ring: Tensor,
     sink: Tensor,
+    frequencies: Tensor,
     slots: Tensor,
     positions: Tensor,
     write_slots: Tensor,
@@ -51,10 +54,14 @@ def attend(
 ) -> Tensor:
     """One softmax over the window, the selected entries and the sink: [R, H, head_dim] in query's dtype.
 
-    query [R, H, head_dim], latents [T, head_dim] (this step's rows in global order), ring [slots, W, head_dim] (the
-    window before this step), sink [H] F32, entries [pages, 64 / ratio, head_dim] or packed, selected [R, top_k] int32
-    logical entries, -1 padded; slots, positions [R] and write_* [T] int32, page_table [slots, max_pages] int32. entries
-    and selected are None in layers that read the window alone.
+    query [R, H, head_dim] before its rotary embedding, latents [T, head_dim] (this step's rows in global order), ring
+    [slots, W, head_dim] (the window before this step), sink [H] F32, frequencies [rope_dim / 2] F32, entries [pages,
+    64 / ratio, head_dim] or packed, selected [R, top_k] int32 logical entries, -1 padded; slots, positions [R] and
+    write_* [T] int32, page_table [slots, max_pages] int32. entries and selected are None in layers that read the window
+    alone.
+
+    Queries are turned by their positions, outputs turned back by them (3.4): F32 maths on values in query's dtype,
+    which it has again behind either turn.
 
     Window positions p-W+1..p from the request's step start on come from latents, older ones from the ring. Key
     order: window ascending in exactly W left-justified places, then selected; blocks of 64 depend on it. The sink
@@ -71,7 +78,9 @@ def attend(
             found = load_entries(entries, page, place, query.shape[-1], query.dtype)
             keys = torch.cat((keys, found), dim=1)
             valid = torch.cat((valid, (selected[part] >= 0) & (positions[part] >= 0)[:, None]), dim=1)
-        attended.append(sink_attention(query[part], keys, valid, sink))
+        turned = turn(query[part], positions[part], frequencies)
+        result = sink_attention(turned, keys, valid, sink)
+        attended.append(turn(result, positions[part], frequencies, inverse=True))
     return torch.cat(attended) if attended else query.new_empty(query.shape)
 
 
@@ -81,6 +90,7 @@ def _attend(
     latents: Tensor,
     ring: Tensor,
     sink: Tensor,
+    frequencies: Tensor,
     slots: Tensor,
     positions: Tensor,
     write_slots: Tensor,

@@ -63,24 +63,6 @@ def turn_by(x: Tensor, cosine: Tensor, sine: Tensor, inverse: bool) -> Tensor:
 
 
 @operator(
-    arguments={"x": Need.ROWS, "positions": Need.ROWS, "frequencies": Need.ANY},
-    results=(CARRIED,),
-    source="spec/model.md 3.4",
-)
-def rotate(x: Tensor, positions: Tensor, frequencies: Tensor, inverse: bool) -> Tensor:
-    """Rotary embedding of queries, or with ``inverse`` its undoing on attention outputs.
-
-    x [R, H, C] BF16 or F32, positions [R] int32, frequencies [rope_dim / 2] F32 -> [R, H, C] in x's dtype.
-    """
-    return turn(x, positions, frequencies, inverse)
-
-
-@rotate.fake
-def _rotate(x: Tensor, positions: Tensor, frequencies: Tensor, inverse: bool) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-@operator(
     arguments={"x": Need.ROWS, "weight": Need.ANY, "positions": Need.ROWS, "frequencies": Need.ANY},
     results=(CARRIED,),
     source="spec/model.md 3.3",

@@ -150,7 +150,6 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Selection]:
         low = kernels.rms_norm(self.wq_a(x), self.q_norm.weight, self.epsilon)
         query = self.wq_b(low).unflatten(1, (self.heads, -1))
-        query = kernels.rotate(query, rows.positions, frequencies, inverse=False)
         latents = kernels.window_latent(self.wkv(x), self.kv_norm.weight, rows.positions, frequencies, self.epsilon)
         if self.plan.publishes:
             self.compressor(x, self.indexer, frequencies, state)
@@ -162,6 +161,7 @@ class Attention(nn.Module):
             latents,
             ring,
             self.attn_sink,
+            frequencies,
             rows.slots,
             rows.positions,
             state.write_slots,
@@ -172,7 +172,6 @@ class Attention(nn.Module):
             None if self.plan.entries is None else selection[0],
         )
         kernels.commit_window(ring, latents, state.write_slots, state.write_positions)
-        attended = kernels.rotate(attended, rows.positions, frequencies, inverse=True)
         projected = kernels.grouped_linear(attended, self.wo_a.weight, self.wo_a.scale, self.groups)
         return self.wo_b(projected), selection
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from octavo import kernels
+from octavo.kernels.rope import plain_frequencies
 from octavo.kernels.storage import packed_entry_bytes
 from tests.gpu.test_capturable_state import STEPS, waits
 from tests.kernels.batches import Batch, Request, random_batch
@@ -128,6 +129,7 @@ def far(rows: int, heads: int, packed: bool) -> Arguments:
         "latents": torch.randn(rows, channels, **cuda).to(torch.bfloat16),
         "ring": torch.randn(rows, 128, channels, **cuda).to(torch.bfloat16),
         "sink": torch.randn(heads, **cuda),
+        "frequencies": plain_frequencies(64, 160000.0).cuda(),
         "slots": slot,
         "positions": position,
         "write_slots": slot,
@@ -162,6 +164,18 @@ def test_what_no_row_reads_may_hold_anything(case: Case, size: Size, packed: boo
         soiled["entries"] = pool
     clean, actual = (call_triton(case, on_device(arguments, "cuda")) for arguments in (given, soiled))
     assert_same(actual, clean, case.name)
+
+
+@pytest.mark.parametrize("turning", (1, 37, 256))
+@pytest.mark.parametrize("heads", (8, 64))
+def test_any_rotary_width(heads: int, turning: int) -> None:
+    """One pair of channels, some that fill no block of 64 channels, and all; in parts and whole."""
+    case = next(case for case in CASES if case.name == "attend_pairs")
+    size = dataclasses.replace(RELEASED, heads=heads, rotary=2 * turning)
+    for rows in (3, 150):
+        given = on_device(peaked(arguments_of(case, random_batch(rows, seed=rows), size)), "cuda")
+        actual, expected = call_triton(case, given).results[0], call(case.operator, given).results[0]
+        assert_near(actual, expected, given["positions"] >= 0, ATTENTION_TOLERANCE, f"{rows} rows")
 
 
 @cases(kernels.attend)

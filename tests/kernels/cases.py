@@ -63,6 +63,7 @@ def _attend(draw: Draw, entries: Tensor | None, selected: Tensor | None) -> Argu
         "latents": draw.rows(size.head_dim),
         "ring": draw.normal(SLOTS, size.window, size.head_dim, dtype=draw.dtype),
         "sink": draw.normal(size.heads),
+        "frequencies": plain_frequencies(size.rotary, 10000.0) if entries is None else draw.frequencies(),
         "slots": batch.slots,
         "positions": batch.positions,
         **_written(batch),
@@ -351,26 +352,6 @@ def stream_mean(draw: Draw) -> Arguments:
 @case(kernels.rms_norm)
 def rms_norm(draw: Draw) -> Arguments:
     return {"x": draw.rows(draw.size.hidden), "weight": draw.norm(draw.size.hidden), "epsilon": EPSILON}
-
-
-def _rotate(draw: Draw, inverse: bool) -> Arguments:
-    size = draw.size
-    return {
-        "x": draw.rows(size.heads, size.head_dim),
-        "positions": draw.batch.positions,
-        "frequencies": plain_frequencies(size.rotary, 10000.0) if inverse else draw.frequencies(),
-        "inverse": inverse,
-    }
-
-
-@case(kernels.rotate)
-def rotate_forward(draw: Draw) -> Arguments:
-    return _rotate(draw, inverse=False)
-
-
-@case(kernels.rotate)
-def rotate_inverse(draw: Draw) -> Arguments:
-    return _rotate(draw, inverse=True)
 
 
 @case(kernels.window_latent)

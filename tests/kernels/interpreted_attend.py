@@ -7,12 +7,14 @@ are those of the GPU. Prints the largest error of every kind of case, or raises.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import torch
 import triton.language as tl
 
 from octavo import kernels
+from octavo.kernels.rope import plain_frequencies
 from octavo.kernels.storage import packed_entry_bytes, store_entries
 from octavo.kernels.triton_backend import key_places
 from octavo.kernels.triton_backend.attend import run
@@ -43,6 +45,7 @@ def main() -> None:
         print(f"{size.name} {name}: {len(errors)} calls, {max(errors):.1e}", flush=True)
     check_rows_dealt_to_ranks()
     check_far_positions()
+    check_rotary_widths()
     check_windows()
     print("rows of ranks, far positions and windows agree")
 
@@ -107,6 +110,7 @@ def check_far_positions() -> None:
         "latents": torch.randn(2, size.head_dim, generator=random),
         "ring": torch.randn(8, size.window, size.head_dim, generator=random),
         "sink": torch.zeros(size.heads),
+        "frequencies": plain_frequencies(size.rotary, 10000.0),
         "slots": torch.tensor([5, 2], dtype=torch.int32),
         "positions": torch.tensor([position, 9], dtype=torch.int32),
         "write_slots": torch.tensor([5, 5], dtype=torch.int32),
@@ -119,6 +123,17 @@ def check_far_positions() -> None:
     expected = kernels.attend(**arguments)
     for splits in (1, 2):
         torch.testing.assert_close(run(FORM, **arguments, splits=splits), expected, rtol=0, atol=TOLERANCE)
+
+
+def check_rotary_widths() -> None:
+    """One pair of channels, some, and all; of a head whose channels pad to a power of two and of one whose do not."""
+    random = torch.Generator().manual_seed(1)
+    for channels, turning in ((64, 1), (64, 19), (64, 32), (48, 1), (48, 19), (48, 24)):
+        size = dataclasses.replace(MINI, head_dim=channels, rotary=2 * turning)
+        for given in steps_of("attend_pairs", size, (5,)):
+            given["frequencies"] = torch.rand(turning, generator=random)
+            for _ in compare(given):
+                pass
 
 
 def check_windows() -> None:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo.kernels.attend import sink_attention
-from tests.kernels.batches import MAX_PAGES, SLOTS, Batch, Request, page_table
+from octavo.kernels.rope import turn
+from tests.kernels.batches import MAX_PAGES, SLOTS, Batch, Request, page_table, random_batch
 from tests.kernels.calls import same_bits
 from tests.kernels.draw import MINI, Draw
 from tests.kernels.goldens import tensors
@@ -171,12 +172,13 @@ def test_keys_stand_in_left_justified_places() -> None:
     draw = Draw(batch, MINI, torch.bfloat16, seed=9)
     query, latents = draw.rows(4, 64) * 4, draw.rows(64)
     ring = draw.normal(SLOTS, window, 64, dtype=torch.bfloat16)
-    entries, sink = draw.pool(1, 64), draw.normal(4)
+    entries, sink, frequencies = draw.pool(1, 64), draw.normal(4), draw.frequencies()
     selected = draw.choices(60, batch.positions + 1)
     written = (batch.slots, batch.positions, batch.starts)
     result = kernels.attend(
-        query, latents, ring, sink, batch.slots, batch.positions, *written, table, entries, selected
+        *(query, latents, ring, sink, frequencies, batch.slots, batch.positions, *written, table, entries, selected)
     )
+    turned = turn(query, batch.positions, frequencies)
 
     nothing = torch.full((64,), torch.nan, dtype=torch.bfloat16)
 
@@ -189,7 +191,8 @@ def test_keys_stand_in_left_justified_places() -> None:
             keys += [nothing] * (places - len(keys))
             keys += [nothing if e < 0 else entries[table[slot, e // 64], e % 64] for e in selected[row].tolist()]
             listed[row, : len(keys)] = torch.stack(keys)
-        return sink_attention(query, listed, ~listed.isnan().any(-1), sink)
+        attended = sink_attention(turned, listed, ~listed.isnan().any(-1), sink)
+        return turn(attended, batch.positions, frequencies, inverse=True)
 
     live = batch.live
     assert same_bits(judge(window)[live], result[live])
@@ -201,6 +204,7 @@ def test_a_step_in_parts_is_the_step(splits: Sequence[int]) -> None:
     """Committing the window between the parts, rows and ring end the same, to the bit."""
     draw = Draw(Batch((Request(5, 37, 20),)), MINI, torch.bfloat16, seed=3)
     query, latents, sink = draw.rows(4, 64), draw.rows(64), draw.normal(4)
+    frequencies = draw.frequencies()
     first = draw.normal(SLOTS, MINI.window, 64, dtype=torch.bfloat16)
 
     def run(parts: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -210,7 +214,10 @@ def test_a_step_in_parts_is_the_step(splits: Sequence[int]) -> None:
             padded = torch.cat((latents[part], latents.new_zeros(2, 64)))
             where = (batch.slots, batch.positions)
             rows = torch.cat((query[part], query.new_zeros(2, 4, 64)))
-            attended = kernels.attend(rows, padded, ring, sink, *where, *where, batch.starts, page_table(), None, None)
+            written = (*where, batch.starts)
+            attended = kernels.attend(
+                *(rows, padded, ring, sink, frequencies, *where, *written, page_table(), None, None)
+            )
             kernels.commit_window(ring, padded, *where)
             results.append(attended[:count])
             done += count
@@ -229,6 +236,45 @@ def test_commit_keeps_the_last_window() -> None:
     assert ring[..., 0].tolist() == [[112, 113, 110, 111], [0, 0, 0, 0], [0, 201, 202, 0]]
 
 
+def test_queries_turn_and_outputs_turn_back() -> None:
+    """Two channels a head and frequency 1: at position p a query meets the key of position p as if both lay at 0.
+
+    Keys of unit length, turned by their positions, and an equal query: each logit is the cosine of the distance times
+    16 over the root of 2; outputs are the mean of the keys as the row's own position sees them (to F32).
+    """
+    count = 4
+    positions = torch.arange(count)
+    frequencies = torch.ones(1)
+    batch = Batch((Request(2, 0, count),))
+    latents = turn(torch.tensor([[1.0, 0.0]] * count), positions, frequencies)
+    query, ring = torch.tensor([[[16.0, 0.0]]] * count), torch.full((SLOTS, count, 2), torch.nan)
+    where = (batch.slots, batch.positions)
+    attended = kernels.attend(
+        *(query, latents, ring, torch.tensor([-torch.inf]), frequencies, *where, *where, batch.starts),
+        *(page_table(), None, None),
+    )
+    distance = (positions - positions.unsqueeze(1)).float()
+    shares = (16 * 2**-0.5 * distance.cos()).masked_fill(distance > 0, -torch.inf).softmax(1)
+    expected = torch.stack(((shares * distance.cos()).sum(1), (shares * distance.sin()).sum(1)), dim=1)
+    torch.testing.assert_close(attended[:, 0], expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=("reference", "plain"))
+def test_either_turn_rounds(dtype: torch.dtype) -> None:
+    """To the bit what the attention between the two turns gives, if the query was turned before and is not again."""
+    draw = Draw(random_batch(21, seed=2), MINI, dtype, seed=1)
+    batch = draw.batch
+    query, frequencies = 4 * draw.rows(4, 64), draw.frequencies()
+    rest = (draw.rows(64), draw.normal(SLOTS, MINI.window, 64, dtype=dtype), draw.normal(4))
+    where = (batch.slots, batch.positions, batch.slots, batch.positions, batch.starts, page_table())
+    entries, selected = draw.pool(1, 64), draw.choices(MINI.top_k, batch.positions + 1)
+    turned = turn(query, batch.positions, frequencies)
+    between = kernels.attend(turned, *rest, torch.zeros_like(frequencies), *where, entries, selected)
+    attended = kernels.attend(query, *rest, frequencies, *where, entries, selected)
+    assert same_bits(attended, turn(between, batch.positions, frequencies, inverse=True))
+    assert not same_bits(attended, between)
+
+
 def one_hot(place: int) -> Tensor:
     return torch.eye(16)[place]
 
@@ -240,7 +286,10 @@ def attend_shares(
     entries: Tensor | None = None,
     selected: Tensor | None = None,
 ) -> Tensor:
-    """Share of each key in each row's output, [R, 1, 16]; ``mark`` numbers the latents of this step."""
+    """Share of each key in each row's output, [R, 1, 16]; ``mark`` numbers the latents of this step.
+
+    Of 16 channels that all turn with frequency zero.
+    """
     slots, positions = batch.slots, batch.positions
     latents = torch.stack(
         [
@@ -250,7 +299,9 @@ def attend_shares(
     )
     query, sink = torch.zeros(batch.rows, 1, 16), torch.tensor([-torch.inf])
     written = (slots, positions, batch.starts)
-    return kernels.attend(query, latents, ring, sink, slots, positions, *written, page_table(), entries, selected)
+    return kernels.attend(
+        *(query, latents, ring, sink, torch.zeros(8), slots, positions, *written, page_table(), entries, selected)
+    )
 
 
 def read(shares: Tensor) -> list[set[int]]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo.kernels.quantise import round_q4mx, round_q8
-from octavo.kernels.rope import plain_frequencies, yarn_frequencies
+from octavo.kernels.rope import plain_frequencies, turn, yarn_frequencies
 from tests.kernels.batches import random_batch
 from tests.kernels.calls import same_bits
 from tests.kernels.cases import EPSILON
@@ -39,7 +39,7 @@ def test_golden_cosines_and_sines(table: str) -> None:
     """
     positions = GOLDEN["positions"]
     unit = torch.tensor([1.0, 0.0]).repeat(positions.shape[0], 1, 32)
-    turned = kernels.rotate(unit, positions, RELEASED[table], inverse=False).view(-1, 32, 2)
+    turned = turn(unit, positions, RELEASED[table]).view(-1, 32, 2)
     for actual, name in zip(turned.unbind(-1), ("cos", "sin"), strict=True):
         expected = GOLDEN[f"{table}.{name}"]
         assert ((actual - expected).abs() <= one_ulp(expected)).all(), name
@@ -47,7 +47,7 @@ def test_golden_cosines_and_sines(table: str) -> None:
 
 @pytest.mark.parametrize(("inverse", "name"), [(False, "rope.forward"), (True, "rope.inverse")])
 def test_golden_rotation(inverse: bool, name: str) -> None:
-    turned = kernels.rotate(UNIT["rope.x"], UNIT["rope.positions"], RELEASED["compressed"], inverse)
+    turned = turn(UNIT["rope.x"], UNIT["rope.positions"], RELEASED["compressed"], inverse)
     assert same_bits(turned, UNIT[name])
 
 
@@ -66,16 +66,16 @@ def test_only_the_last_channels_turn_and_turn_back(dtype: torch.dtype) -> None:
     """Tolerance of the way back: two roundings of values up to 6 to ``dtype``, or two F32 rotations."""
     draw = Draw(random_batch(21, seed=2), MINI, dtype, seed=1)
     x, positions, frequencies = draw.rows(3, 64), draw.batch.positions, draw.frequencies()
-    turned = kernels.rotate(x, positions, frequencies, inverse=False)
+    turned = turn(x, positions, frequencies)
     assert same_bits(turned[..., :32], x[..., :32])
     assert not torch.equal(turned[..., 32:], x[..., 32:])
-    back = kernels.rotate(turned, positions, frequencies, inverse=True)
+    back = turn(turned, positions, frequencies, inverse=True)
     torch.testing.assert_close(back, x, rtol=0, atol=6 * 2 * torch.finfo(dtype).eps)
 
 
 def test_position_zero_turns_nothing() -> None:
     x = torch.randn(1, 2, 64, generator=torch.Generator().manual_seed(0))
-    assert same_bits(kernels.rotate(x, torch.tensor([0]), RELEASED["swa"], inverse=False), x)
+    assert same_bits(turn(x, torch.tensor([0]), RELEASED["swa"]), x)
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=("reference", "plain"))
@@ -83,11 +83,11 @@ def test_latents_and_index_queries_are_made_of_their_parts(dtype: torch.dtype) -
     draw = Draw(random_batch(21, seed=2), MINI, dtype, seed=1)
     x, weight, positions, frequencies = draw.rows(64), draw.norm(64), draw.batch.positions, draw.frequencies()
     normed = kernels.rms_norm(x, weight, EPSILON)
-    turned = kernels.rotate(normed.unsqueeze(1), positions, frequencies, inverse=False).squeeze(1)
+    turned = turn(normed, positions, frequencies)
     latent = kernels.window_latent(x, weight, positions, frequencies, EPSILON)
     assert same_bits(latent, round_q8(turned))
     query = draw.rows(8, 64)
-    expected = round_q4mx(kernels.rotate(query, positions, frequencies, inverse=False))
+    expected = round_q4mx(turn(query, positions, frequencies))
     assert same_bits(kernels.index_query(query, positions, frequencies), expected)
 
 

@@ -86,7 +86,9 @@ def test_operators_read_the_same_from_both() -> None:
         where = (keys, table, zeros, positions)
         selected, candidates = kernels.select_candidates(index_query, weights, *where, 0.1, 6, 3, 4)
         restricted = kernels.select(index_query, weights, *where, candidates, 0.1, 6, 4)
-        attended = kernels.attend(query, latents, ring, sink, zeros, positions, *write, table, entries, restricted)
+        attended = kernels.attend(
+            *(query, latents, ring, sink, frequencies, zeros, positions, *write, table, entries, restricted)
+        )
         outcomes.append((selected, candidates, restricted, attended))
     for plain_result, packed_result in zip(*outcomes, strict=True):
         assert torch.equal(plain_result, packed_result)

@@ -66,7 +66,7 @@ def test_who_has_the_backend() -> None:
     """Operators that multiply matrices or whose reference no compiler takes; the others compile as they are."""
     assert {case.operator.name for case in TORCH} == {
         *("linear", "linear_f8", "linear_f32", "grouped_linear", "mhc_mix", "experts", "shared_expert"),
-        *("rotate", "window_latent", "index_query"),
+        *("window_latent", "index_query"),
     }
     compiled = {case.operator.name: backend.name for case, backend in BACKENDS if backend.compilable}
     assert {name for name, backend in compiled.items() if backend == "reference"} == {

@@ -25,6 +25,8 @@ if find_spec("triton") is not None:
 
 SPILLED_BYTES = 128
 """Of the kernel for Hopper with packed entries: some thirty addresses that no loop changes. Others spill nothing."""
+SLOW_ANGLES = 32
+"""Of ``place_keys``: the digits of an angle above a hundred thousand, by which it is reduced. Nothing else."""
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -32,7 +34,15 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def shapes(
-    rows: int, heads: int, channels: int, window: int, top_k: int, packed: bool, ratio: int, share: int = 1
+    rows: int,
+    heads: int,
+    channels: int,
+    window: int,
+    top_k: int,
+    packed: bool,
+    ratio: int,
+    share: int = 1,
+    turning: int = 32,
 ) -> dict[str, Any]:
     number = torch.int32
     pool = (
@@ -45,6 +55,7 @@ def shapes(
         "latents": empty(share * rows, channels),
         "ring": empty(4, window, channels),
         "sink": empty(heads, dtype=torch.float32),
+        "frequencies": empty(turning, dtype=torch.float32),
         "slots": empty(rows, dtype=number),
         "positions": empty(rows, dtype=number),
         **{f"write_{name}": empty(share * rows, dtype=number) for name in ("slots", "positions", "starts")},
@@ -60,6 +71,11 @@ def compiled(form: AttendForm, **arguments: Any) -> list[Launched]:
     return launched
 
 
+def fits(launched: list[Launched], stack_bytes: int = 0) -> None:
+    check_that_it_fits(launched[:1], SLOW_ANGLES)
+    check_that_it_fits(launched[1:], stack_bytes)
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("packed", (False, True), ids=("plain", "packed"))
 @pytest.mark.parametrize("rows", (1, 8192))
@@ -71,7 +87,7 @@ def test_the_released_model(rows: int, packed: bool) -> None:
     names = ["place_keys", "attend_part_hopper", *(["unite_parts"] if rows == 1 else [])]
     assert [one.kernel for one in launched] == names
     assert launched[1].programs == (rows, 1, 10 if rows == 1 else 1)
-    check_that_it_fits(launched, SPILLED_BYTES if packed else 0)
+    fits(launched, SPILLED_BYTES if packed else 0)
     loops = loops_with(launched[1], "HGMMA")
     assert len(loops) == (2 if packed else 1)
     for loop in loops:
@@ -96,14 +112,20 @@ def test_other_models(heads: int, channels: int, window: int, top_k: int, hopper
     assert not form.hopper
     launched = compiled(form, **shapes(3, heads, channels, window, top_k, packed, ratio=1, share=2))
     assert [one.kernel for one in launched] == ["place_keys", "attend_part", "unite_parts"]
-    check_that_it_fits(launched)
+    fits(launched)
     assert any("HMMA" in line for line in launched[1].machine_code)
 
 
 def test_layers_that_read_the_window_alone() -> None:
     launched = compiled(HOPPER, **shapes(2048, 64, 512, 128, 0, False, ratio=1))
     assert [one.kernel for one in launched] == ["place_keys", "attend_part_hopper"]
-    check_that_it_fits(launched)
+    fits(launched)
+
+
+@pytest.mark.parametrize("turning", (1, 37, 256))
+def test_any_rotary_width(turning: int) -> None:
+    """Pairs of channels: one, some that fill no block of 64 channels, and all."""
+    fits(compiled(HOPPER, **shapes(1, 64, 512, 128, 512, False, ratio=2, turning=turning)))
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.int64), ids=("latents", "classes"))

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo.kernels.paging import ratio_of
+from octavo.kernels.rope import turn
 from octavo.kernels.select import visible_entries
 from octavo.model.packaged import nano_path
 from octavo.runtime.config import EngineConfig
@@ -64,7 +65,7 @@ def ablations(model: Path) -> list[Ablation]:
         # At 1k half of all blocks are candidates, at 4k an eighth.
         of("candidates wrong", "recall@4k", {"select_candidates": _wrong_candidates}),
         of("pending pair dropped", "recall@1k", {"publish": _without_pending}),
-        of("rope off by one", "arithmetic", {"rotate": _one_further}),
+        of("rope off by one", "arithmetic", {"attend": _one_further}),
     ]
 
 
@@ -153,10 +154,13 @@ def _without_pending(publish: Function) -> Function:
     return broken
 
 
-def _one_further(rotate: Function) -> Function:
-    def broken(x: Tensor, positions: Tensor, frequencies: Tensor, inverse: bool) -> Tensor:
-        turned: Tensor = rotate(x, positions if inverse else positions + 1, frequencies, inverse)
-        return turned
+def _one_further(attend: Function) -> Function:
+    """Queries turn by one position more than they should."""
+
+    def broken(query: Tensor, latents: Tensor, ring: Tensor, sink: Tensor, frequencies: Tensor, *rest: Any) -> Tensor:
+        once = torch.ones(len(query), device=query.device)
+        attended: Tensor = attend(turn(query, once, frequencies), latents, ring, sink, frequencies, *rest)
+        return attended
 
     return broken
 

@@ -18,7 +18,7 @@ from octavo import kernels
 from tools.train_nano import attention, rows
 from tools.train_nano.attention import Step
 from tools.train_nano.formats import Format
-from tools.train_nano.functions import expand, look_up, mix
+from tools.train_nano.functions import expand, look_up, mix, turn
 
 _INTEGER = frozenset(kernels.OPERATORS[name].overload for name in ("token_classes", "engram_hash"))
 """Operators on integers: there is nothing to differentiate, so the engine's own run."""
@@ -35,7 +35,6 @@ _ROUNDED: Mapping[str, Callable[..., Any]] = {
     "grouped_linear": rows.grouped_linear,
     "rms_norm": rows.rms_norm,
     "mhc_collapse": rows.mhc_collapse,
-    "rotate": rows.rotate,
     "window_latent": rows.window_latent,
     "index_query": rows.index_query,
     "shared_expert": rows.shared_expert,
@@ -119,12 +118,17 @@ class TrainingOperators(TorchFunctionMode):
         latents: Tensor,
         ring: Tensor,
         sink: Tensor,
+        frequencies: Tensor,
+        positions: Tensor,
         entries: Tensor | None,
         selected: Tensor | None,
         **_: Any,
     ) -> Tensor:
         source = None if entries is None else int(entries)
-        return attention.attend(self.step, query, latents, ring.shape[1], sink, source, selected)
+        angles = self.step.numerics.angles(positions, frequencies)
+        turned = turn(query, *angles, inverse=False)
+        attended = attention.attend(self.step, turned, latents, ring.shape[1], sink, source, selected)
+        return turn(attended, *angles, inverse=True)
 
     def _commit_window(self, **_: Any) -> None:
         return None

@@ -77,10 +77,6 @@ def rms_norm(numerics: Numerics, x: Tensor, weight: Tensor, epsilon: float) -> T
     return rms(x, numerics.weight(weight, Format.BF16), epsilon)
 
 
-def rotate(numerics: Numerics, x: Tensor, positions: Tensor, frequencies: Tensor, inverse: bool) -> Tensor:
-    return turn(x, *numerics.angles(positions, frequencies), inverse)
-
-
 def window_latent(
     numerics: Numerics, x: Tensor, weight: Tensor, positions: Tensor, frequencies: Tensor, epsilon: float
 ) -> Tensor:

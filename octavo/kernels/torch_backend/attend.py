@@ -7,6 +7,7 @@ from torch import Tensor
 
 from octavo.kernels.attend import attend
 from octavo.kernels.paging import entry_address, step_layout
+from octavo.kernels.torch_backend.rope import turn
 from octavo.kernels.torch_backend.storage import load_entries
 
 _ROW_CHUNK = 1024
@@ -19,6 +20,7 @@ def attend_torch(
     latents: Tensor,
     ring: Tensor,
     sink: Tensor,
+    frequencies: Tensor,
     slots: Tensor,
     positions: Tensor,
     write_slots: Tensor,
@@ -42,7 +44,9 @@ def attend_torch(
         found = [_window(latents, ring, slots[part], positions[part], start, offset)]
         if entries is not None and selected is not None:
             found.append(_chosen(entries, selected[part], live[part], slots[part], page_table, query.shape[2]))
-        attended[part] = _softmax_attention(query[part], found, sink)
+        turned = turn(query[part], positions[part], frequencies)
+        result = _softmax_attention(turned, found, sink)
+        attended[part] = turn(result, positions[part], frequencies, inverse=True)
     return attended
 
 

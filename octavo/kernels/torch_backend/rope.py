@@ -7,18 +7,13 @@ from torch import Tensor
 
 from octavo.kernels.norm import rms
 from octavo.kernels.quantise import round_q4mx, round_q8
-from octavo.kernels.rope import index_query, rotate, turn_by, window_latent
+from octavo.kernels.rope import index_query, turn_by, window_latent
 
 
 def turn(x: Tensor, positions: Tensor, frequencies: Tensor, inverse: bool = False) -> Tensor:
     """As ``octavo.kernels.rope.turn``; cosine and sine may differ from its in the last bit."""
     angles = positions.float().unsqueeze(-1) * frequencies
     return turn_by(x, torch.cos(angles), torch.sin(angles), inverse)
-
-
-@rotate.implement("torch", compilable=True)
-def _rotate(x: Tensor, positions: Tensor, frequencies: Tensor, inverse: bool) -> Tensor:
-    return turn(x, positions, frequencies, inverse)
 
 
 @window_latent.implement("torch", compilable=True)

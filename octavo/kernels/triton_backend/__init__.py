@@ -7,6 +7,30 @@ Each module registers its operators when it is imported.
 
 from __future__ import annotations
 
-from octavo.kernels.triton_backend import attend, experts, publish, select, window
+from octavo.kernels.triton_backend import (
+    attend,
+    engram_hash,
+    experts,
+    latent,
+    linear,
+    lookups,
+    mhc,
+    publish,
+    select,
+    shared_expert,
+    window,
+)
 
-__all__ = ["attend", "experts", "publish", "select", "window"]
+__all__ = [
+    "attend",
+    "engram_hash",
+    "experts",
+    "latent",
+    "linear",
+    "lookups",
+    "mhc",
+    "publish",
+    "select",
+    "shared_expert",
+    "window",
+]

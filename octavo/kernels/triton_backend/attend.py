@@ -1,4 +1,4 @@
-"""``attend``: one kernel finds the keys of each row, one attends, and where rows are few, one unites their parts."""
+"""``attend``: one kernel finds each row's keys and angles, one attends, and where rows are few, one unites parts."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ def attend_triton(
     latents: Tensor,
     ring: Tensor,
     sink: Tensor,
+    frequencies: Tensor,
     slots: Tensor,
     positions: Tensor,
     write_slots: Tensor,
@@ -37,7 +38,7 @@ def attend_triton(
     """See the reference; query is BF16 and pools are packed or BF16.
 
     Scores, their softmax and sums are F32. Probabilities round to BF16 against the running maximum of their part of the
-    row, tile by tile; parts are united in F32.
+    row, tile by tile; parts are united in F32. Cosines and sines may differ from the reference's in the last bit.
     """
     if query.dtype != torch.bfloat16:
         raise TypeError(
@@ -46,8 +47,8 @@ def attend_triton(
     hopper = torch.cuda.get_device_capability(query.device) == (9, 0)
     return run(
         choose_attend_form(query.shape[1], query.shape[2], hopper),
-        *(query, latents, ring, sink, slots, positions, write_slots, write_positions, write_starts, page_table),
-        *(entries, selected),
+        *(query, latents, ring, sink, frequencies, slots, positions, write_slots, write_positions, write_starts),
+        *(page_table, entries, selected),
     )
 
 
@@ -57,6 +58,7 @@ def run(
     latents: Tensor,
     ring: Tensor,
     sink: Tensor,
+    frequencies: Tensor,
     slots: Tensor,
     positions: Tensor,
     write_slots: Tensor,
@@ -70,6 +72,7 @@ def run(
     """The same in a given form; ``splits`` overrides how many parts a row has."""
     attended = torch.empty_like(query, memory_format=torch.contiguous_format)
     rows, heads, channels = query.shape
+    turning = frequencies.shape[0]
     if rows == 0:
         return attended
     query, latents, sink = query.contiguous(), latents.contiguous(), sink.contiguous()
@@ -90,9 +93,11 @@ def run(
     share = max(1, latents.shape[0] // rows)
     distances = torch.empty(rows, places, dtype=torch.int64, device=query.device)
     used = torch.empty(rows, dtype=torch.int32, device=query.device)
+    turns = torch.empty(rows, 2, turning, dtype=torch.float32, device=query.device)
     place_keys[(rows,)](
         *(latents, ring, slots, positions, write_slots.contiguous(), write_positions.contiguous()),
-        *(write_starts.contiguous(), page_table.contiguous(), pool, chosen, distances, used),
+        *(write_starts.contiguous(), page_table.contiguous(), pool, chosen),
+        *(frequencies.contiguous(), distances, used, turns),
         *(share, latents.shape[0], page_table.shape[1]),
         channels=channels,
         window=window,
@@ -104,8 +109,10 @@ def run(
         entry_unit=entry_unit,
         unit=unit,
         packed=packed,
+        turning=turning,
         PLACES=triton.next_power_of_2(places),
         CANDIDATES=triton.next_power_of_2(share),
+        TURNING=triton.next_power_of_2(turning),
         num_warps=4,
     )
 
@@ -116,6 +123,7 @@ def run(
     maxima = torch.empty(parts, rows, heads, dtype=torch.float32, device=query.device)
     denominators = torch.empty_like(maxima)
     shared = {
+        "turning": turning,
         "window_places": window_places,
         "places": places,
         "entry_unit": entry_unit,
@@ -125,7 +133,10 @@ def run(
         "divided": splits > 1,
         "num_warps": form.warps,
     }
-    tensors = (query, latents, sink, pool, distances, used, positions, attended, numerators, maxima, denominators)
+    tensors = (
+        *(query, latents, sink, pool, distances, used, turns, positions, attended),
+        *(numerators, maxima, denominators),
+    )
     grid = (rows, triton.cdiv(heads, form.heads), splits)
     if form.hopper:
         attend_part_hopper[grid](*tensors, rows, splits, heads=heads, **shared)
@@ -144,9 +155,10 @@ def run(
         )
     if parts:
         unite_parts[(rows, heads)](
-            *(numerators, maxima, denominators, sink, positions, attended, rows, splits),
+            *(numerators, maxima, denominators, sink, turns, positions, attended, rows, splits),
             heads=heads,
             channels=channels,
+            turning=turning,
             SPLITS=triton.next_power_of_2(splits),
             CHANNELS=triton.next_power_of_2(channels),
             num_warps=4,

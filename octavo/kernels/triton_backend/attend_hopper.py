@@ -2,7 +2,8 @@
 
 Triton's own pipeline lets both groups of warps compute all scores, and unpacks entries through more registers than
 there are. Here each group computes half of the scores and half of the values. While the tensor cores work on one tile
-of keys, the next is copied (plain keys) or unpacked (packed entries) into the other half of a double buffer.
+of keys, the next is copied (plain keys) or unpacked (packed entries) into the other half of a double buffer. Queries
+turn in shared memory before the first product, outputs turn back on their way out of it.
 
 Two rules keep the buffers sound. A group waits for its own products before the barrier behind which its keys may be
 overwritten: a barrier alone says only that products were begun. And what threads store, products read through another
@@ -32,6 +33,10 @@ _VALUES = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[
 _SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 _COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
 """Of rows in BF16: 16 bytes a thread, 128 contiguous bytes of four rows a warp."""
+_BLOCK = gl.constexpr(64)
+"""Channels of these 128 bytes: a query turns in whole blocks."""
+_PAIRS = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [8, 1], [1, 0]))
+"""Of the even or the odd channels of a block; pairs lie in one thread."""
 _CODES = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [0, 4], [0, 8], [0, 64], [0, 128]],
@@ -83,6 +88,7 @@ def attend_part_hopper(
     entries: gl.tensor,
     distances: gl.tensor,
     used: gl.tensor,
+    turns: gl.tensor,
     positions: gl.tensor,
     attended: gl.tensor,
     numerators: gl.tensor,
@@ -91,6 +97,7 @@ def attend_part_hopper(
     rows: gl.int32,
     splits: gl.int32,
     heads: gl.constexpr,
+    turning: gl.constexpr,
     window_places: gl.constexpr,
     places: gl.constexpr,
     entry_unit: gl.constexpr,
@@ -108,6 +115,7 @@ def attend_part_hopper(
     low = split * share
     high = gl.minimum(low + share, tiles)
     distances += row.to(gl.int64) * places
+    turns += row.to(gl.int64) * (2 * turning)
 
     q_shared = gl.allocate_shared_memory(gl.bfloat16, [HEADS, CHANNELS], _SHARED)
     k_shared = gl.allocate_shared_memory(gl.bfloat16, [2, KEYS, CHANNELS], _SHARED)
@@ -131,6 +139,11 @@ def attend_part_hopper(
     ahead = _distances(distances, low, plain_high, copied)
     _copy(k_shared.index(low & 1), latents, ahead, unit)
     ahead = _distances(distances, low + 1, plain_high, copied)
+    async_copy.wait_group(1)
+    for block in gl.static_range((CHANNELS - 2 * turning) // _BLOCK, CHANNELS // _BLOCK):
+        part = q_shared.slice(block * _BLOCK, _BLOCK, dim=1)
+        part.store(_turned(part.load(_COPIED), turns, block * _BLOCK, turning, inverse=False))
+    fence_async_shared()
     async_copy.wait_group(0)
     fence_async_shared()
     for tile in range(low, plain_high):
@@ -175,7 +188,13 @@ def attend_part_hopper(
         denominator += gl.exp2(gl.load(sink + head) * LOG2_E - maximum)
         factor = gl.convert_layout(gl.where(live, 1.0 / denominator, 0.0), gl.SliceLayout(1, _VALUES))
         q_shared.store((numerator * gl.expand_dims(factor, 1)).to(gl.bfloat16))
-        gl.store(attended + first + within, q_shared.load(_COPIED))
+        block_channel = gl.arange(0, _BLOCK, gl.SliceLayout(0, _COPIED))
+        within = gl.expand_dims(copied_head, 1) * CHANNELS + gl.expand_dims(block_channel, 0)
+        for block in gl.static_range(CHANNELS // _BLOCK):
+            result = q_shared.slice(block * _BLOCK, _BLOCK, dim=1).load(_COPIED)
+            if (block + 1) * _BLOCK > CHANNELS - 2 * turning:
+                result = _turned(result, turns, block * _BLOCK, turning, inverse=True)
+            gl.store(attended + first + block * _BLOCK + within, result)
     else:
         at = (split.to(gl.int64) * rows + row) * heads
         gl.store(maxima + at + head, maximum)
@@ -184,6 +203,25 @@ def attend_part_hopper(
         value_channel = gl.arange(0, CHANNELS, gl.SliceLayout(0, _VALUES))
         value = gl.expand_dims(value_head, 1) * CHANNELS + gl.expand_dims(value_channel, 0)
         gl.store(numerators + at * CHANNELS + value, numerator, mask=low < high)
+
+
+@gluon.jit
+def _turned(
+    x: gl.tensor, turns: gl.tensor, first: gl.constexpr, turning: gl.constexpr, inverse: gl.constexpr
+) -> gl.tensor:
+    """Channels from ``first`` on of all heads, [HEADS, 64] BF16 as ``_COPIED``, of which those that turn are turned."""
+    pair = gl.arange(0, _BLOCK // 2, gl.SliceLayout(0, _PAIRS)) + (first // 2 - (CHANNELS // 2 - turning))
+    cosine = gl.expand_dims(gl.load(turns + pair, mask=pair >= 0, other=1.0), 0)
+    sine = gl.expand_dims(gl.load(turns + turning + pair, mask=pair >= 0, other=0.0), 0)
+    if inverse:
+        sine = -sine
+    real, imaginary = gl.split(x.to(gl.float32).reshape([HEADS, _BLOCK // 2, 2]))
+    real = gl.convert_layout(real, _PAIRS, assert_trivial=True)
+    imaginary = gl.convert_layout(imaginary, _PAIRS, assert_trivial=True)
+    both = gl.join(real * cosine - imaginary * sine, real * sine + imaginary * cosine).to(gl.bfloat16)
+    both = gl.convert_layout(both.reshape([HEADS, _BLOCK]), _COPIED, assert_trivial=True)
+    channel = gl.arange(0, _BLOCK, gl.SliceLayout(0, _COPIED)) + first
+    return gl.where(gl.expand_dims(channel >= CHANNELS - 2 * turning, 0), both, x)
 
 
 @gluon.jit

@@ -2,7 +2,8 @@
 
 A program takes one row, some heads and a share of the row's keys, in tiles: first the places of the window, then the
 selected entries, as the reference orders them; where W is a multiple of the tile, running maxima are the reference's
-too. Logarithms are of base 2, which is the instruction that there is.
+too. Queries turn on their way in and outputs turn back on their way out (``rotary``). Logarithms are of base 2, which
+is the instruction that there is.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import triton
 import triton.language as tl
 
 from octavo.kernels.triton_backend.key_places import NOWHERE
+from octavo.kernels.triton_backend.rotary import turned
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 NO_MAXIMUM = tl.constexpr(-1e30)
@@ -27,6 +29,7 @@ def attend_part(
     entries: tl.tensor,
     distances: tl.tensor,
     used: tl.tensor,
+    turns: tl.tensor,
     positions: tl.tensor,
     attended: tl.tensor,
     numerators: tl.tensor,
@@ -36,6 +39,7 @@ def attend_part(
     splits: tl.int32,
     heads: tl.constexpr,
     channels: tl.constexpr,
+    turning: tl.constexpr,
     window_places: tl.constexpr,
     places: tl.constexpr,
     entry_unit: tl.constexpr,
@@ -50,7 +54,7 @@ def attend_part(
     """One row of ``attended`` or, if it is divided, a share of its numerator, maximum and denominator.
 
     Tensors as in the operator and in ``key_places``, contiguous; numerators [splits, R, H, C], maxima and denominators
-    [splits, R, H] F32. HEADS and CHANNELS pad to powers of two.
+    [splits, R, H] F32. ``turning`` pairs of channels turn. HEADS and CHANNELS pad to powers of two.
     """
     row = tl.program_id(0)
     split = tl.program_id(2)
@@ -60,13 +64,14 @@ def attend_part(
     low = split * share
     high = tl.minimum(low + share, tiles)
     distances += row.to(tl.int64) * places
+    turns += row.to(tl.int64) * (2 * turning)
 
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     channel = tl.arange(0, CHANNELS)
     within = head[:, None] * channels + channel[None, :]
     stored = (head < heads)[:, None] & (channel < channels)[None, :]
     first = row.to(tl.int64) * (heads * channels)
-    q = tl.load(query + first + within, mask=stored, other=0.0)
+    q = turned(tl.load(query + first + within, mask=stored, other=0.0), turns, channels, turning, inverse=False)
     maximum = tl.full((HEADS,), NO_MAXIMUM, tl.float32)
     denominator = tl.zeros((HEADS,), tl.float32)
     numerator = tl.zeros((HEADS, CHANNELS), tl.float32)
@@ -89,7 +94,8 @@ def attend_part(
     if not divided:
         denominator += tl.exp2(tl.load(sink + head, mask=head < heads, other=0.0) * LOG2_E - maximum)
         result = numerator * tl.where(live, 1.0 / denominator, 0.0)[:, None]
-        tl.store(attended + first + within, result.to(attended.dtype.element_ty), mask=stored)
+        result = turned(result.to(attended.dtype.element_ty), turns, channels, turning, inverse=True)
+        tl.store(attended + first + within, result, mask=stored)
     else:
         at = (split.to(tl.int64) * rows + row) * heads
         tl.store(maxima + at + head, maximum, mask=head < heads)
@@ -163,12 +169,14 @@ def unite_parts(
     maxima: tl.tensor,
     denominators: tl.tensor,
     sink: tl.tensor,
+    turns: tl.tensor,
     positions: tl.tensor,
     attended: tl.tensor,
     rows: tl.int32,
     splits: tl.int32,
     heads: tl.constexpr,
     channels: tl.constexpr,
+    turning: tl.constexpr,
     SPLITS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ) -> None:
@@ -187,8 +195,7 @@ def unite_parts(
     rescale = tl.exp2(part_maximum - maximum)
     denominator = tl.sum(share * rescale, axis=0) + tl.exp2(tl.load(sink + head) * LOG2_E - maximum)
     result = tl.where(live, tl.sum(part * rescale[:, None], axis=0) / denominator, 0.0)
-    tl.store(
-        attended + (row * heads + head) * channels + channel,
-        result.to(attended.dtype.element_ty),
-        mask=channel < channels,
-    )
+    result = result.to(attended.dtype.element_ty)[None, :]
+    result = turned(result, turns + row * (2 * turning), channels, turning, inverse=True)
+    stored = (channel < channels)[None, :]
+    tl.store(attended + (row * heads + head) * channels + channel[None, :], result, mask=stored)

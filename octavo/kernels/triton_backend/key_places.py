@@ -1,4 +1,4 @@
-"""Where the keys of each row lie: the first kernel of ``attend``.
+"""Where the keys of each row lie, and by what angles it turns: the first kernel of ``attend``.
 
 A key may lie in any of three tensors. It is found by its distance from the beginning of one of them, in steps of
 ``unit`` elements, so that a kernel knows how far copies are aligned. Packed entries are counted from their own pool,
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from octavo.kernels.triton_backend.rotary import angles, store_turns
 
 NOWHERE = tl.constexpr(-(2**63))
 """The distance of a place that holds no key."""
@@ -28,8 +30,10 @@ def place_keys(
     page_table: tl.tensor,
     entries: tl.tensor,
     selected: tl.tensor,
+    frequencies: tl.tensor,
     distances: tl.tensor,
     used: tl.tensor,
+    turns: tl.tensor,
     share: tl.int32,
     written: tl.int32,
     max_pages: tl.int32,
@@ -43,18 +47,22 @@ def place_keys(
     entry_unit: tl.constexpr,
     unit: tl.constexpr,
     packed: tl.constexpr,
+    turning: tl.constexpr,
     PLACES: tl.constexpr,
     CANDIDATES: tl.constexpr,
+    TURNING: tl.constexpr,
 ) -> None:
-    """distances [R, places] int64 and how many places each row needs, used [R] int32, of one row.
+    """distances [R, places] int64, how many places each row needs, used [R] int32, and its turns, of one row.
 
     The W places of the window ascend, left-justified in ``window_places``; the selection follows. Dead rows need none.
-    ``share`` global rows were dealt with each local one. PLACES and CANDIDATES pad places and share to powers of two.
+    ``share`` global rows were dealt with each local one. turns [R, 2, turning] F32 as in ``rotary``. PLACES, CANDIDATES
+    and TURNING pad places, share and ``turning`` to powers of two.
     """
     row = tl.program_id(0)
     position = tl.load(positions + row)
     live = position >= 0
     slot = tl.where(live, tl.load(slots + row), 0).to(tl.int64)
+    angle = angles(position, frequencies, turning, TURNING)
     place = tl.arange(0, PLACES)
     start, offset = _step_of_request(
         slot, live, row, share, written, write_slots, write_positions, write_starts, CANDIDATES
@@ -79,6 +87,7 @@ def place_keys(
         count = tl.maximum(count, tl.max(tl.where(usable, place + 1, 0), axis=0))
     tl.store(distances + row.to(tl.int64) * places + place, found, mask=live & (place < places))
     tl.store(used + row, count)
+    store_turns(turns, row, angle, turning)
 
 
 @triton.jit

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from octavo.kernels.triton_backend.paired_channels import normed, turned_pairs
 from octavo.kernels.triton_backend.scales import scale_and_inverse
 
 
@@ -78,8 +79,8 @@ def publish_rows(
     key_even, key_odd = _normed(key_even, key_odd, k_norm, epsilon, key_channels, key_pair)
 
     first_token = entry * ratio
-    even, odd = _turned(even, odd, first_token, frequencies, channels // 2 - turning, turning, pair, TURNING)
-    key_even, key_odd = _turned(
+    even, odd = turned_pairs(even, odd, first_token, frequencies, channels // 2 - turning, turning, pair, TURNING)
+    key_even, key_odd = turned_pairs(
         key_even, key_odd, first_token, frequencies, key_channels // 2 - turning, turning, key_pair, TURNING
     )
     page = tl.load(page_table + slot * max_pages + entry // page_entries, mask=completes, other=0)
@@ -132,16 +133,11 @@ def _weighted(second, first, first_gate, second_gate, known):
 
 @triton.jit
 def _normed(even, odd, weight, epsilon, channels: tl.constexpr, pair):
-    """RMS norm (spec/model.md 3.0) of rows whose even and odd channels are given, in their dtype."""
-    dtype: tl.constexpr = even.dtype
-    even = even.to(tl.float32)
-    odd = odd.to(tl.float32)
-    mean = tl.sum(even * even + odd * odd, axis=1) * (1.0 / channels)
-    scale = tl.rsqrt(mean + epsilon)[:, None]
+    """``normed`` with weight [channels]."""
     known = pair < channels // 2
-    even_weight = tl.load(weight + 2 * pair, mask=known, other=0.0).to(tl.float32)[None, :]
-    odd_weight = tl.load(weight + 2 * pair + 1, mask=known, other=0.0).to(tl.float32)[None, :]
-    return (even_weight * (even * scale)).to(dtype), (odd_weight * (odd * scale)).to(dtype)
+    even_weight = tl.load(weight + 2 * pair, mask=known, other=0.0)
+    odd_weight = tl.load(weight + 2 * pair + 1, mask=known, other=0.0)
+    return normed(even, odd, even_weight, odd_weight, epsilon, channels)
 
 
 @triton.jit
@@ -151,23 +147,6 @@ def _product(even, odd, wk, parity: tl.constexpr, channels: tl.constexpr, key_ch
     at = wk + (2 * key_pair + parity)[None, :] * channels + 2 * pair[:, None]
     products = tl.dot(even, tl.load(at, mask=known, other=0.0).to(even.dtype), input_precision="ieee")
     return tl.dot(odd, tl.load(at + 1, mask=known, other=0.0).to(odd.dtype), products, input_precision="ieee")
-
-
-@triton.jit
-def _turned(even, odd, position, frequencies, kept: tl.constexpr, turning: tl.constexpr, pair, TURNING: tl.constexpr):
-    """Rotary embedding of all pairs from ``kept`` on (spec/model.md 3.4), rounded to the dtype of the rows."""
-    turns = ((pair >= kept) & (pair < kept + turning))[None, :]
-    number = tl.arange(0, TURNING)
-    frequency = tl.load(frequencies + number, mask=number < turning, other=0.0)
-    angle = position.to(tl.float32)[:, None] * frequency[None, :]
-    at = tl.broadcast_to(tl.minimum(tl.maximum(pair - kept, 0), turning - 1)[None, :], even.shape)
-    cosine = tl.gather(tl.cos(angle), at, 1)
-    sine = tl.gather(tl.sin(angle), at, 1)
-    x = even.to(tl.float32)
-    y = odd.to(tl.float32)
-    turned_even = (x * cosine - y * sine).to(even.dtype)
-    turned_odd = (x * sine + y * cosine).to(odd.dtype)
-    return tl.where(turns, turned_even, even), tl.where(turns, turned_odd, odd)
 
 
 @triton.jit

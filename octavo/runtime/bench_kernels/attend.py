@@ -12,10 +12,12 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo.kernels.paging import PAGE_TOKENS, pages_for
+from octavo.kernels.rope import plain_frequencies
 from octavo.kernels.storage import packed_entry_bytes
 from octavo.runtime.bench_kernels.case import KernelCase, Prepared, call_copy, copies_for
 
 _CHANNELS, _WINDOW, _TOP_K = 512, 128, 512
+_ROPE_DIM, _THETA = 64, 160000.0
 _MOST_COPIES = 256
 
 
@@ -103,6 +105,7 @@ def _inputs(shape: _Shape, random: torch.Generator) -> dict[str, Any]:
         "latents": _normal(shape.rows, _CHANNELS, **cuda),
         "ring": _normal(shape.requests, _WINDOW, _CHANNELS, **cuda),
         "sink": torch.randn(shape.heads, **cuda),
+        "frequencies": plain_frequencies(_ROPE_DIM, _THETA).cuda(),
         "slots": slots.int(),
         "positions": positions.int(),
         "write_slots": slots.int(),

@@ -30,7 +30,7 @@ from octavo.runtime.floor import Component, Floor
 
 ROUTED = "router and experts"
 """One operator computes both."""
-NORMS, OTHER = "norms and rotations", "other"
+NORMS, OTHER = "norms", "other"
 """What has no floor of its own: it could be fused into the products beside it, and the glue between operators."""
 _ROUNDS = 3
 """Of which the median counts."""
@@ -48,7 +48,6 @@ _BY_OPERATOR = {
     "combine": Component.SHARED_EXPERT.value,
     "stream_mean": Component.MHC.value,
     "rms_norm": NORMS,
-    "rotate": NORMS,
     "window_latent": NORMS,
     "token_classes": Component.ENGRAM.value,
 }

@@ -1,0 +1,23 @@
+"""Kernels that start before the one ahead has ended (programmatic dependent launch): the wait for a launch is saved.
+
+Such a kernel is launched with ``launch_pdl``, and each of its programs calls :func:`wait_for_ahead` before it reads or
+writes anything. Then no kernel ends before all that stand ahead have ended, and whoever comes behind may be an ordinary
+one. The last kernel of an operator lets nobody start early: what follows is none of its business.
+"""
+
+from __future__ import annotations
+
+import triton
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def wait_for_ahead() -> None:
+    """Until the kernel ahead has ended and what it wrote can be read."""
+    gdc_wait()
+
+
+@triton.jit
+def let_next_start() -> None:
+    """The next kernel may start once every program of this one has called this."""
+    gdc_launch_dependents()

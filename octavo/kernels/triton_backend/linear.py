@@ -1,0 +1,74 @@
+"""Linear layers with weights that stay F8: few rows read them once, many rows multiply by a library's BF16 products."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.linear import grouped_linear, linear_f8
+from octavo.kernels.operator import ModelWidths
+from octavo.kernels.triton_backend.linear_products import (
+    bf16_weight,
+    multiply_few,
+    prepared_rows,
+    refuse_large_scales,
+    refuse_rows,
+)
+from octavo.kernels.triton_backend.linear_tiles import choose_launch
+
+
+def _refuses(widths: ModelWidths) -> str | None:
+    if widths.hidden_size % 32:
+        return f"hidden_size {widths.hidden_size}: allowed are multiples of 32, the channels of one scale"
+    return None
+
+
+def _refuses_grouped(widths: ModelWidths) -> str | None:
+    if widths.head_dim % 4:
+        return f"head_dim {widths.head_dim}: allowed are multiples of 4, the weights of a word"
+    return None
+
+
+def _refuses_weights(weights: Mapping[str, Tensor]) -> str | None:
+    return refuse_large_scales(
+        weights, lambda name: not name.endswith((".attn.wo_a", ".w1", ".w2", ".w3")) and ".experts." not in name
+    )
+
+
+def _refuses_grouped_weights(weights: Mapping[str, Tensor]) -> str | None:
+    return refuse_large_scales(weights, lambda name: name.endswith(".attn.wo_a"))
+
+
+@linear_f8.implement("triton", devices=frozenset({"cuda"}), refuses=_refuses, refuses_weights=_refuses_weights)
+def linear_f8_triton(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """As the reference on BF16 rows, with F32 sums. Scales that weights may have: ``linear_kernels``."""
+    refuse_rows("linear_f8", x)
+    rows, outputs = x.shape[0], weight.shape[0]
+    if rows == 0:
+        return x.new_empty(0, outputs)
+    launch = choose_launch(rows, outputs)
+    if launch is None:
+        rounded = prepared_rows(x, quantised=True, fragments=False)
+        return torch.mm(rounded, bf16_weight(weight, scale).t())
+    return multiply_few(launch, x.contiguous(), weight, scale, groups=1, quantised=True)
+
+
+@grouped_linear.implement(
+    "triton", devices=frozenset({"cuda"}), refuses=_refuses_grouped, refuses_weights=_refuses_grouped_weights
+)
+def grouped_linear_triton(x: Tensor, weight: Tensor, scale: Tensor, groups: int) -> Tensor:
+    """As the reference on BF16 rows, with F32 sums. Scales that weights may have: ``linear_kernels``."""
+    refuse_rows("grouped_linear", x)
+    rows, outputs = x.shape[0], weight.shape[0]
+    if rows == 0:
+        return x.new_empty(0, outputs)
+    launch = choose_launch(rows, outputs)
+    if launch is not None:
+        return multiply_few(launch, x.flatten(1).contiguous(), weight, scale, groups=groups, quantised=False)
+    result = x.new_empty(rows, groups, outputs // groups)
+    grouped = x.flatten(1).unflatten(1, (groups, -1)).transpose(0, 1)
+    matrices = bf16_weight(weight, scale).unflatten(0, (groups, -1))
+    torch.bmm(grouped, matrices.transpose(1, 2), out=result.transpose(0, 1))
+    return result.flatten(1)

@@ -1,0 +1,119 @@
+"""Cases of ``linear_f8``, ``grouped_linear`` and ``shared_expert`` at the released model's widths.
+
+The library's part multiplies unquantised rows by weights in BF16, which take twice the memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo import kernels
+from octavo.kernels.operator import Operator
+from octavo.kernels.torch_backend.dequantise import bf16_tiles
+from octavo.runtime.bench_kernels.case import KernelCase, Prepared, call_copy, copies_for
+
+_HIDDEN, _INNER, _LIMIT = 5120, 2304, 10.0
+_HEADS, _HEAD_DIM, _GROUPS, _RANK = 64, 512, 8, 1024
+_SHAPES = ((5120, 1280), (1280, 32768), (8192, 5120), (5120, 512))
+"""Inputs and outputs: query down and up, output projection, latent."""
+_ROWS = (1, 16, 64, 128, 512, 2048, 8192)
+_MOST_COPIES = 32
+
+Inputs = Sequence[Mapping[str, Any]]
+
+
+def linear_cases() -> Iterator[KernelCase]:
+    for inputs, outputs in _SHAPES:
+        for rows in _ROWS:
+            yield KernelCase(f"{inputs} to {outputs}, {rows} rows", functools.partial(_linear, rows, inputs, outputs))
+
+
+def grouped_linear_cases() -> Iterator[KernelCase]:
+    for rows in _ROWS:
+        yield KernelCase(f"{rows} rows", functools.partial(_grouped, rows))
+
+
+def shared_expert_cases() -> Iterator[KernelCase]:
+    for rows in _ROWS:
+        yield KernelCase(f"{rows} rows", functools.partial(_shared, rows))
+
+
+@torch.no_grad()
+def _linear(rows: int, inputs: int, outputs: int) -> Prepared:
+    copies = copies_for(float(inputs * outputs), _MOST_COPIES)
+    given: Inputs = [{"x": _rows(rows, inputs), **_weight("weight", "scale", outputs, inputs)} for _ in range(copies)]
+    wide = [bf16_tiles(one["weight"], one["scale"]) for one in given]
+
+    def library(number: int) -> Tensor:
+        x: Tensor = given[number]["x"]
+        return torch.mm(x, wide[number].t())
+
+    return _prepared(kernels.linear_f8, given, library, rows, [(outputs, inputs)], inputs + outputs)
+
+
+@torch.no_grad()
+def _grouped(rows: int) -> Prepared:
+    outputs, inputs = _GROUPS * _RANK, _HEADS * _HEAD_DIM // _GROUPS
+    given: Inputs = [
+        {"x": _rows(rows, _HEADS, _HEAD_DIM), **_weight("weight", "scale", outputs, inputs), "groups": _GROUPS}
+        for _ in range(copies_for(float(inputs * outputs), _MOST_COPIES))
+    ]
+    wide = [bf16_tiles(one["weight"], one["scale"]).unflatten(0, (_GROUPS, -1)).transpose(1, 2) for one in given]
+
+    def library(number: int) -> Tensor:
+        return torch.bmm(given[number]["x"].view(rows, _GROUPS, inputs).transpose(0, 1), wide[number])
+
+    return _prepared(kernels.grouped_linear, given, library, rows, [(outputs, inputs)], inputs * _GROUPS + outputs)
+
+
+@torch.no_grad()
+def _shared(rows: int) -> Prepared:
+    shapes = {"1": (_INNER, _HIDDEN), "2": (_HIDDEN, _INNER), "3": (_INNER, _HIDDEN)}
+    given: list[dict[str, Any]] = []
+    for _ in range(copies_for(3.0 * _HIDDEN * _INNER, _MOST_COPIES)):
+        given.append({"x": _rows(rows, _HIDDEN), "limit": _LIMIT})
+        for name, shape in shapes.items():
+            given[-1] |= _weight(f"w{name}", f"s{name}", *shape)
+    wide = [[bf16_tiles(one[f"w{n}"], one[f"s{n}"]).t() for n in (1, 3, 2)] for one in given]
+
+    def library(number: int) -> Tensor:
+        """Products alone."""
+        gate, up, down = wide[number]
+        torch.mm(given[number]["x"], gate)
+        return torch.mm(torch.mm(given[number]["x"], up), down)
+
+    return _prepared(kernels.shared_expert, given, library, rows, list(shapes.values()), 2 * _HIDDEN)
+
+
+def _prepared(
+    operator: Operator[..., Any],
+    given: Inputs,
+    library: Callable[[int], Tensor],
+    rows: int,
+    shapes: list[tuple[int, int]],
+    channels: int,
+) -> Prepared:
+    """``channels`` BF16 numbers of a row are read or written; weights of all ``shapes`` and their scales are read."""
+    weights = sum(outputs * inputs for outputs, inputs in shapes)
+    ours = {name: functools.partial(call_copy, operator.backends[name].overload, given) for name in ("triton", "torch")}
+    return Prepared(
+        variants={**ours, "cuBLAS, BF16": library},
+        copies=len(given),
+        operations=2.0 * rows * weights,
+        bytes=weights * (1 + 1 / 1024) + 2.0 * rows * channels,
+    )
+
+
+def _rows(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+def _weight(weight: str, scale: str, outputs: int, inputs: int) -> dict[str, Tensor]:
+    codes = torch.randn(outputs, inputs, device="cuda") * 64 * inputs**-0.5
+    tiles = torch.randint(119, 124, (-(-outputs // 32), -(-inputs // 32)), device="cuda")
+    return {weight: codes.to(torch.float8_e4m3fn), scale: tiles.to(torch.uint8)}

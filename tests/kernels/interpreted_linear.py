@@ -1,0 +1,141 @@
+"""Triton's interpreter runs ``linear_f8``, ``grouped_linear`` and ``shared_expert`` with F8 weights:
+python -m tests.kernels.interpreted_linear, with TRITON_INTERPRET=1.
+
+It has no PTX and no products of BF16, and truncates where F32 becomes BF16. These few functions are replaced by what
+they mean; indices, masks, permutations and the order of sums are those of the kernels. Prints the largest relative
+error against the reference.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from octavo.kernels.quantise import round_q8
+from octavo.kernels.torch_backend.dequantise import bf16_tiles
+from octavo.kernels.triton_backend import linear, linear_kernels, linear_products, linear_steps, shared_expert
+from octavo.kernels.triton_backend.expert_routing import round_q8_groups
+from octavo.kernels.triton_backend.linear_tiles import Launch
+from tests.kernels.batches import random_batch
+from tests.kernels.cases import CASES
+from tests.kernels.draw import MINI, WIDE, Draw, Size
+from tests.kernels.run_interpreted import pretend_to_have_processors
+
+NEAR = 0.03
+"""Results and hidden rows are truncated to BF16 here, so that every value may be off by a step, and codes behind it."""
+ODD = dataclasses.replace(WIDE, name="odd", hidden=288, heads=6, head_dim=20, rank=33, inner=96)
+_SMALL = Launch(rows=16, outputs=64, warps=4, stages=2, programs=1, prepared=False)
+_LARGE = Launch(rows=32, outputs=128, warps=8, blocks=2, stages=2, programs=2, prepared=True)
+
+
+def main() -> None:
+    replace_what_the_interpreter_lacks()
+    for size, rows in ((MINI, 1), (WIDE, 21), (ODD, 40)):
+        for launch in (_SMALL, dataclasses.replace(_SMALL, prepared=True), _LARGE):
+            vars(linear).update(choose_launch=lambda *shape, launch=launch: launch)
+            vars(shared_expert).update(
+                choose_launch=lambda *shape, launch=launch: launch,
+                choose_launch_of_two=lambda rows, launch=launch: launch,
+            )
+            for name in ("linear_f8", "grouped_linear", "shared_expert"):
+                compare(size, name, rows, f"tiles of {launch.rows}{', prepared' if launch.prepared else ''}")
+        check_weights_and_rows(size)
+    print("weights and rows: as the torch backend's", flush=True)
+
+
+def compare(size: Size, name: str, rows: int, what: str) -> None:
+    """Raises if a row is far from the reference."""
+    case = next(case for case in CASES if case.name == name)
+    given = case.arguments(random_batch(rows, seed=rows), size, torch.bfloat16)
+    expected = case.operator.reference(**given)
+    assert isinstance(expected, Tensor)
+    triton: dict[str, Any] = {
+        "linear_f8": linear.linear_f8_triton,
+        "grouped_linear": linear.grouped_linear_triton,
+        "shared_expert": shared_expert.shared_expert_triton,
+    }
+    actual = triton[name](**given)
+    error = torch.linalg.vector_norm((actual - expected).double(), dim=1)
+    relative = error / torch.linalg.vector_norm(expected.double(), dim=1).clamp_min(1e-30)
+    assert (relative <= NEAR).all(), (size.name, name, rows, what, relative)
+    print(f"{size.name} {name}, {rows} rows, {what}: {float(relative.max()):.1e}", flush=True)
+
+
+def check_weights_and_rows(size: Size) -> None:
+    draw = Draw(random_batch(7, seed=1), size, torch.bfloat16, 0)
+    weight, scale = draw.tiled(size.inner + 3, size.hidden)
+    assert torch.equal(linear_products.bf16_weight(weight, scale), bf16_tiles(weight, scale))
+    x = draw.rows(size.hidden)
+    assert torch.equal(linear_products.prepared_rows(x, True, False), round_q8(x))
+    ordered = in_channel_order(linear_products.prepared_rows(x, True, True))
+    assert torch.equal(ordered[:, : size.hidden], round_q8(x)) and not ordered[:, size.hidden :].any()
+
+
+def in_channel_order(fragments: Tensor) -> Tensor:
+    """Out of fragment order, as ``linear_kernels`` defines it channel by channel: [..., C], C a multiple of 64."""
+    place = torch.empty(64, dtype=torch.int64)
+    for channel in range(64):
+        q, w, p, a = channel // 16, channel // 4 % 4, channel // 2 % 2, channel % 2
+        place[channel] = 16 * w + 8 * a + 2 * q + p
+    return torch.unflatten(fragments, -1, (-1, 64))[..., place].flatten(-2)
+
+
+def replace_what_the_interpreter_lacks() -> None:
+    vars(linear_kernels).update(decode_words=decode_words, add_product=add_product, round_rows_q8=round_rows_q8)
+    vars(linear_steps).update(decode_words=decode_words, round_rows_q8=round_rows_q8)
+    nothing = dict.fromkeys(("let_next_start", "wait_for_ahead"), _nothing)
+    vars(linear_kernels).update(nothing)
+    vars(linear_steps).update(nothing)
+    for module, names in (
+        (linear_products, ("multiply", "multiply_two", "sum_parts", "prepare_rows")),
+        (shared_expert, ("gate_parts",)),
+    ):
+        vars(module).update({name: _WithoutOptions(vars(module)[name]) for name in names})
+    pretend_to_have_processors(3)
+
+
+def _nothing(*arguments: Any) -> None:
+    """Kernels run one after the other here."""
+
+
+def add_product(total: Any, weights: Any, x: Any) -> Any:
+    return tl.dot(weights.to(tl.float32), x.to(tl.float32), total)
+
+
+def round_rows_q8(x: Any) -> Any:
+    rows, columns = x.shape
+    groups = tl.reshape(x.to(tl.float32), [rows * (columns // 32), 32, 1])
+    return tl.reshape(round_q8_groups(groups), [rows, columns])
+
+
+def decode_words(words: Any, factors: Any) -> Any:
+    """Bytes 0 and 2 of a word, then 1 and 3, times a BF16 factor, in F32."""
+    factor = (factors << 16).to(tl.float32, bitcast=True)
+    values = [_value((words >> (8 * byte)) & 255) * factor for byte in range(4)]
+    return tl.join(values[0], values[2]), tl.join(values[1], values[3])
+
+
+def _value(code: Any) -> Any:
+    """2^-120 of the value of the code."""
+    exponent, mantissa = (code >> 3) & 15, (code & 7) * 0.125
+    power = (tl.maximum(exponent, 1) << 23).to(tl.float32, bitcast=True)
+    value = tl.where(exponent > 0, 1.0 + mantissa, mantissa) * power
+    return tl.where(code >= 128, -value, value)
+
+
+class _WithoutOptions:
+    """Launches of a kernel without the option that the interpreter does not know."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *args, launch_pdl, **kwargs: self.kernel[grid](*args, **kwargs)
+
+
+if __name__ == "__main__":
+    main()
