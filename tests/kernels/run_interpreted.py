@@ -16,8 +16,8 @@ SECONDS = 290
 """That a run may take, less than the time of its test."""
 
 
-def run_interpreted(module: str) -> str:
-    """What ``tests.kernels.MODULE`` prints; fails with its last words if it fails.
+def run_interpreted(module: str, long_form: bool) -> str:
+    """What ``tests.kernels.MODULE`` prints, with the argument ``long`` or none; fails with its last words if it fails.
 
     Skips where the interpreter cannot loop up to a number that was loaded.
     """
@@ -25,7 +25,7 @@ def run_interpreted(module: str) -> str:
     if Version(triton) < Version("3.7") and Version(numpy) >= Version("2.4"):
         pytest.skip(f"the interpreter of Triton {triton}, before 3.7, does not fit NumPy {numpy}, from 2.4 on")
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", f"tests.kernels.{module}"],
+        [sys.executable, "-W", "ignore", "-m", f"tests.kernels.{module}", *(["long"] if long_form else [])],
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

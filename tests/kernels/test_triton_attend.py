@@ -21,8 +21,8 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the p
 
 
 @pytest.mark.timeout(300)
-def test_kernels_in_the_interpreter() -> None:
-    assert "rows of ranks, far positions and windows agree" in run_interpreted("interpreted_attend")
+def test_kernels_in_the_interpreter(long_form: bool) -> None:
+    assert "rows of ranks, far positions and windows agree" in run_interpreted("interpreted_attend", long_form)
 
 
 def test_triton_computes_what_it_can_on_cuda() -> None:

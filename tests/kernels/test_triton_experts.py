@@ -29,9 +29,9 @@ if find_spec("triton") is not None:
 
 
 @pytest.mark.timeout(300)
-def test_kernels_agree_with_the_reference_in_the_interpreter(report_count: ReportCount) -> None:
+def test_kernels_agree_with_the_reference_in_the_interpreter(report_count: ReportCount, long_form: bool) -> None:
     """Rounding, routing and order to the bit, results as near as truncation lets them be."""
-    printed = run_interpreted("interpreted_experts")
+    printed = run_interpreted("interpreted_experts", long_form)
     assert printed.endswith("ties: lower numbers first\n")
     report_count("steps of experts in the interpreter", printed.count("\n"))
 

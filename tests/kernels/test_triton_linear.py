@@ -27,8 +27,8 @@ if find_spec("triton") is not None:
 
 
 @pytest.mark.timeout(300)
-def test_kernels_agree_with_the_reference_in_the_interpreter(report_count: ReportCount) -> None:
-    printed = run_interpreted("interpreted_linear")
+def test_kernels_agree_with_the_reference_in_the_interpreter(report_count: ReportCount, long_form: bool) -> None:
+    printed = run_interpreted("interpreted_linear", long_form)
     assert printed.endswith("weights and rows: as the torch backend's\n")
     report_count("products with F8 weights in the interpreter", printed.count("\n") - 1)
 

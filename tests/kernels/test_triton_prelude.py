@@ -20,8 +20,8 @@ OPERATORS = ("embed_tokens", "token_classes", "engram_hash", "engram_lookup", "w
 
 
 @pytest.mark.timeout(300)
-def test_kernels_in_the_interpreter() -> None:
-    assert run_interpreted("interpreted_prelude").endswith("latents agree\n")
+def test_kernels_in_the_interpreter(long_form: bool) -> None:
+    assert run_interpreted("interpreted_prelude", long_form).endswith("latents agree\n")
 
 
 @pytest.mark.parametrize("config", (preset("released"), preset("mini"), ModelConfig.from_path(nano_path())))

@@ -26,8 +26,8 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the p
 
 
 @pytest.mark.timeout(300)
-def test_kernels_in_the_interpreter() -> None:
-    assert "publish agrees" in run_interpreted("interpreted_select")
+def test_kernels_in_the_interpreter(long_form: bool) -> None:
+    assert "publish agrees" in run_interpreted("interpreted_select", long_form)
 
 
 def test_keys_are_unpacked_exactly_at_every_scale_from_59_to_192(report_count: ReportCount) -> None:
