@@ -29,6 +29,7 @@ if torch.cuda.is_available():  # elsewhere these tests are skipped, and the back
 OPERATORS: tuple[Operator[..., Any], ...] = (kernels.linear_f8, kernels.grouped_linear, kernels.shared_expert)
 CASES_OF_LINEAR = [case for case in CASES if case.operator in OPERATORS]
 ROWS = (1, 2, 15, 16, 17, 63, 64, 65, 127, 200, 513)
+FEW_AND_MANY = (1, 16, 33, 64, 100, 200, 600)
 NANO = dataclasses.replace(MINI, name="nano", hidden=256, heads=8, head_dim=96, rank=64, inner=128)
 ODD = dataclasses.replace(WIDE, name="odd", hidden=288, heads=6, head_dim=20, rank=33, inner=96)
 every_case = pytest.mark.parametrize("case", CASES_OF_LINEAR, ids=lambda case: case.name)
@@ -57,13 +58,14 @@ def test_rounding_is_the_references() -> None:
 
 
 def test_weights_in_bf16_are_the_torch_backends() -> None:
-    """Every code, with every scale that is not refused."""
-    codes = torch.arange(256, device="cuda").to(torch.uint8)
+    """Every code but NaN, in every place of a word, with every scale that is not refused: a row of tiles for each."""
+    every_byte = torch.arange(3, 135, device="cuda")
+    place = torch.arange(32 * len(every_byte), device="cuda")[:, None] + torch.arange(256, device="cuda")
+    codes = place.bitwise_and(255).to(torch.uint8)
     codes[codes & 127 == 127] = 0
-    weight = codes.repeat(17, 5)[:, : 9 * 128].view(torch.float8_e4m3fn)
-    for first in range(0, 132, 36):
-        scale = torch.arange(3 + first, 3 + first + 36, device="cuda").clamp_max(134).to(torch.uint8).unsqueeze(0)
-        assert torch.equal(steps.bf16_weight(weight, scale), bf16_tiles(weight, scale)), f"from byte {3 + first}"
+    weight = codes.view(torch.float8_e4m3fn)
+    scale = every_byte.to(torch.uint8)[:, None].repeat(1, 8)
+    assert torch.equal(steps.bf16_weight(weight, scale), bf16_tiles(weight, scale))
     for outputs, inputs in ((5120, 1280), (33, 32), (70, 160)):
         weight, scale = drawn(outputs, inputs)
         assert torch.equal(steps.bf16_weight(weight, scale), bf16_tiles(weight, scale)), (outputs, inputs)
@@ -80,10 +82,20 @@ def test_the_device_is_near_the_reference_of_the_host(case: Case, size: Size) ->
         assert_near(case.operator.name, Outcome((actual,), {}), call(case.operator, given), f"{rows} rows")
 
 
-@pytest.mark.parametrize(("outputs", "inputs"), [(1280, 5120), (512, 5120), (32768, 1280), (5120, 8192)])
-def test_true_shapes_are_near_exact_products(outputs: int, inputs: int) -> None:
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "steps_of"),
+    [
+        (1280, 5120, FEW_AND_MANY),
+        (512, 5120, FEW_AND_MANY),
+        (32768, 1280, FEW_AND_MANY),
+        (5120, 8192, FEW_AND_MANY),
+        (25600, 6144, (200, 257)),
+        (4096, 1280, (3,)),
+    ],
+)
+def test_true_shapes_are_near_exact_products(outputs: int, inputs: int, steps_of: tuple[int, ...]) -> None:
     weight, scale = drawn(outputs, inputs)
-    for rows in (1, 16, 33, 64, 100, 200, 600):
+    for rows in steps_of:
         x = normal(rows, inputs).to(torch.bfloat16)
         given = {"x": x, "weight": weight, "scale": scale}
         check(triton(kernels.linear_f8, given), kernels.linear_f8(**given), "linear_f8", rows)
@@ -92,7 +104,7 @@ def test_true_shapes_are_near_exact_products(outputs: int, inputs: int) -> None:
 def test_the_other_true_shapes_are_near_exact_products() -> None:
     weight, scale = drawn(8192, 4096)
     (w1, s1), (w2, s2), (w3, s3) = drawn(2304, 5120), drawn(5120, 2304), drawn(2304, 5120)
-    for rows in (1, 16, 33, 64, 100, 200, 600):
+    for rows in FEW_AND_MANY:
         given: Arguments = {
             "x": normal(rows, 64, 512).to(torch.bfloat16),
             "weight": weight,

@@ -23,8 +23,9 @@ if torch.cuda.is_available():  # elsewhere these tests are skipped, and the back
 
 CASE = next(case for case in CASES if case.operator is kernels.mhc_mix)
 ROWS = (1, 2, 15, 16, 17, 64, 65, 513, 4096)
-OTHER_SHAPES = ((4, 128), (4, 256), (2, 40), (3, 37), (1, 96), (8, 64))
-"""Streams and their width: the mini and the nano model's, then such that are no powers of two or no whole steps."""
+OTHER_SHAPES = ((4, 128), (4, 256), (2, 40), (3, 37), (1, 96), (8, 64), (5, 4096))
+"""Streams and their width: the mini and the nano model's, then such that are no powers of two or no whole steps. Of
+the last, a row has as many parts as four warps would add of four streams."""
 
 
 @pytest.mark.parametrize("size", (MINI, WIDE, TRUE), ids=lambda size: size.name)
@@ -102,7 +103,7 @@ def test_nothing_waits() -> None:
 
 @pytest.mark.parametrize("rows", (1, 40, 257, 2048))
 def test_replay_on_other_inputs_equals_eager(rows: int) -> None:
-    """To the bit, and calls repeat themselves: several calls one after the other, whose kernels overlap."""
+    """To the bit, and calls repeat themselves: several stand in one graph."""
     static = inputs(rows, 4, 5120)
     triton(static)
     torch.cuda.synchronize()

@@ -26,8 +26,9 @@ from tests.kernels.cases import CASES
 from tests.kernels.draw import MINI, WIDE, Draw, Size
 from tests.kernels.run_interpreted import pretend_to_have_processors
 
-NEAR = 0.03
-"""Results and hidden rows are truncated to BF16 here, so that every value may be off by a step, and codes behind it."""
+NEAR = {"linear_f8": 0.01, "grouped_linear": 0.01, "shared_expert": 0.03}
+"""Results are truncated to BF16 here, so that every value may be off by a step, which is 2^-7 of it at most. So are the
+hidden rows of ``shared_expert``, whose codes then move by a step of E4M3, an eighth."""
 ODD = dataclasses.replace(WIDE, name="odd", hidden=288, heads=6, head_dim=20, rank=33, inner=96)
 _SMALL = Launch(rows=16, outputs=64, warps=4, stages=2, programs=1, prepared=False)
 _LARGE = Launch(rows=32, outputs=128, warps=8, blocks=2, stages=2, programs=2, prepared=True)
@@ -62,7 +63,7 @@ def compare(size: Size, name: str, rows: int, what: str) -> None:
     actual = triton[name](**given)
     error = torch.linalg.vector_norm((actual - expected).double(), dim=1)
     relative = error / torch.linalg.vector_norm(expected.double(), dim=1).clamp_min(1e-30)
-    assert (relative <= NEAR).all(), (size.name, name, rows, what, relative)
+    assert (relative <= NEAR[name]).all(), (size.name, name, rows, what, relative)
     print(f"{size.name} {name}, {rows} rows, {what}: {float(relative.max()):.1e}", flush=True)
 
 

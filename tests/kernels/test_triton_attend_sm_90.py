@@ -158,3 +158,12 @@ def test_the_device_is_asked_for_its_processors(monkeypatch: pytest.MonkeyPatch)
         )
         attend.run(HOPPER, **given)
     assert launched[1].programs == (8, 1, 2)
+
+
+@pytest.mark.parametrize("name", ("query", "latents", "ring", "entries"))
+def test_what_cannot_be_copied_16_bytes_at_a_time_is_refused(name: str) -> None:
+    given = shapes(3, 64, 512, 128, 512, False, ratio=2)
+    tensor = given[name]
+    beside = empty(tensor.numel() + 1)[1:].view_as(tensor)
+    with pytest.raises(ValueError, match=rf"attend, backend triton: {name} begins at .* multiples of 16 bytes"):
+        attend.run(HOPPER, **given | {name: beside})

@@ -25,6 +25,8 @@ if find_spec("triton") is not None:
     from octavo.kernels.triton_backend import linear_kernels
     from octavo.kernels.triton_backend.linear_tiles import choose_launch, choose_share
 
+MINE = ("linear_f8", "grouped_linear", "shared_expert")
+
 
 @pytest.mark.timeout(300)
 def test_kernels_agree_with_the_reference_in_the_interpreter(report_count: ReportCount, long_form: bool) -> None:
@@ -79,10 +81,27 @@ def test_scales_without_a_factor_are_refused_after_loading(operator: str, name: 
     weights = model.official_parameters()
     randomise(weights, 0, experts=model.experts)
     weights[name][1, 1] = linear_kernels.LARGEST_SCALE
-    mine = ("linear_f8", "grouped_linear", "shared_expert")
-    check_weights(model, dict.fromkeys(mine, "triton"))
+    check_weights(model, dict.fromkeys(MINE, "triton"))
     weights[name][1, 1] = linear_kernels.LARGEST_SCALE + 1
     with pytest.raises(OctavoError, match=rf"{operator}, .*{name} has the scale byte 135: .* up to 134.*--numerics"):
         check_weights(model, {operator: "triton"})
-    check_weights(model, {other: "triton" for other in mine if other != operator})
+    check_weights(model, {other: "triton" for other in MINE if other != operator})
     check_weights(model, dict.fromkeys(OPERATORS, "reference"))
+
+
+def test_large_scales_of_each_f8_weight_are_refused_by_one_operator() -> None:
+    """Of Engram tables by none: nothing multiplies by them. Routed experts are F4."""
+    from octavo.kernels import triton_backend
+
+    assert triton_backend.__all__
+    weights = empty_model(preset("mini"), torch.device("meta")).official_parameters()
+    f8 = [name.removesuffix(".weight") for name, weight in weights.items() if weight.dtype == torch.float8_e4m3fn]
+    table = "layers.1.engram.embed"
+    weights[f"{table}.weight"] = torch.empty(1, 32, dtype=torch.float8_e4m3fn)
+    good = dict.fromkeys((f"{name}.scale" for name in (*f8, table)), torch.tensor([linear_kernels.LARGEST_SCALE]))
+    large = torch.tensor([linear_kernels.LARGEST_SCALE + 1])
+    for name in (*f8, table):
+        given = weights | good | {f"{name}.scale": large}
+        refused = [one for one in MINE if OPERATORS[one].backends["triton"].refuses_weights(given) is not None]
+        assert len(refused) == (name != table), (name, refused)
+    assert f8 and not any(".ffn.experts." in name for name in f8)

@@ -16,7 +16,7 @@ from octavo.kernels.triton_backend.refusals import refuse_head_dim
 from octavo.kernels.triton_backend.tuning import AttendForm, choose_attend_form, choose_splits
 
 _ALIGNMENT = 16
-"""Bytes at a multiple of which every key lies, so that a thread copies 16 at once."""
+"""Bytes at a multiple of which every key and query lies, so that a thread copies 16 at once."""
 
 
 @attend.implement("triton", devices=frozenset({"cuda"}), refuses=refuse_head_dim)
@@ -86,7 +86,7 @@ def run(
     places = window_places + triton.cdiv(top_k, form.keys) * form.keys
     packed = pool.dtype == torch.uint8
     entry_size = packed_entry_bytes(channels) if packed else channels
-    _check_alignment(latents=latents, ring=ring, entries=pool)
+    _check_alignment(query=query, latents=latents, ring=ring, entries=pool)
     unit = _ALIGNMENT // latents.element_size()
     entry_unit = _divisor(entry_size) if packed else unit
 

@@ -33,7 +33,10 @@ def _refuses_grouped(widths: ModelWidths) -> str | None:
 
 def _refuses_weights(weights: Mapping[str, Tensor]) -> str | None:
     return refuse_large_scales(
-        weights, lambda name: not name.endswith((".attn.wo_a", ".w1", ".w2", ".w3")) and ".experts." not in name
+        weights,
+        lambda name: (
+            not name.endswith((".attn.wo_a", ".engram.embed", ".w1", ".w2", ".w3")) and ".experts." not in name
+        ),
     )
 
 
@@ -43,7 +46,10 @@ def _refuses_grouped_weights(weights: Mapping[str, Tensor]) -> str | None:
 
 @linear_f8.implement("triton", devices=frozenset({"cuda"}), refuses=_refuses, refuses_weights=_refuses_weights)
 def linear_f8_triton(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """As the reference on BF16 rows, with F32 sums. Scales that weights may have: ``linear_kernels``."""
+    """As the reference on BF16 rows, with F32 sums, but codes of NaN in weights count as 480.
+
+    Scales that weights may have: ``linear_kernels``.
+    """
     refuse_rows("linear_f8", x)
     rows, outputs = x.shape[0], weight.shape[0]
     if rows == 0:
@@ -59,7 +65,10 @@ def linear_f8_triton(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     "triton", devices=frozenset({"cuda"}), refuses=_refuses_grouped, refuses_weights=_refuses_grouped_weights
 )
 def grouped_linear_triton(x: Tensor, weight: Tensor, scale: Tensor, groups: int) -> Tensor:
-    """As the reference on BF16 rows, with F32 sums. Scales that weights may have: ``linear_kernels``."""
+    """As the reference on BF16 rows, with F32 sums, but codes of NaN in weights count as 480.
+
+    Scales that weights may have: ``linear_kernels``.
+    """
     refuse_rows("grouped_linear", x)
     rows, outputs = x.shape[0], weight.shape[0]
     if rows == 0:

@@ -15,6 +15,9 @@ _SUMS_OF_A_PROGRAM = 32
 _SUMS_OF_A_WARP = 128
 """More parts of one row are added by four warps. With fewer, Triton 3.6 would deal out a matrix of Sinkhorn's to four
 warps as well, which is slow and was seen to go wrong."""
+_STREAMS_OF_WARPS = (4, 8)
+"""With which each of four warps holds such a matrix whole. Of others, five for instance, Triton deals it out however
+many the parts are: one warp adds them all."""
 
 
 @mhc_mix.implement("triton", devices=frozenset({"cuda"}))
@@ -26,6 +29,13 @@ def mhc_mix_triton(
         raise TypeError(
             f"mhc_mix, backend triton: streams are {streams.dtype}; allowed: torch.bfloat16. Use numerics reference."
         )
+    return run(streams, fn, scale, base, iterations, epsilon, norm_epsilon)
+
+
+def run(
+    streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, iterations: int, epsilon: float, norm_epsilon: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same, whatever the dtype: Triton's interpreter has no products of BF16."""
     rows, count, width = streams.shape
     pre, post = (torch.empty(rows, count, dtype=torch.float32, device=streams.device) for _ in range(2))
     comb = torch.empty(rows, count, count, dtype=torch.float32, device=streams.device)
@@ -74,6 +84,6 @@ def mhc_mix_triton(
         PARTS=parts_at_once,
         STREAMS=triton.next_power_of_2(count),
         MIXES=padded,
-        num_warps=4 if parts > _SUMS_OF_A_WARP else 1,
+        num_warps=4 if parts > _SUMS_OF_A_WARP and count in _STREAMS_OF_WARPS else 1,
     )
     return pre, post, comb

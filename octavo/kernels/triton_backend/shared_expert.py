@@ -48,7 +48,10 @@ def _refuses_weights(weights: Mapping[str, Tensor]) -> str | None:
 def shared_expert_triton(
     x: Tensor, w1: Tensor, s1: Tensor, w2: Tensor, s2: Tensor, w3: Tensor, s3: Tensor, limit: float
 ) -> Tensor:
-    """As the reference on BF16 rows, with F32 sums. Scales that weights may have: ``linear_kernels``."""
+    """As the reference on BF16 rows, with F32 sums, but codes of NaN in weights count as 480.
+
+    Scales that weights may have: ``linear_kernels``.
+    """
     refuse_rows("shared_expert", x)
     rows, inner = x.shape[0], w1.shape[0]
     if rows == 0:
