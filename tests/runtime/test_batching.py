@@ -135,7 +135,7 @@ def assert_as_alone(cases: list[Case], clients: list[Client], note: object) -> N
 def test_random_mixes(assembly: Assembly, cases: list[Case], report_count: ReportCount, long_form: bool) -> None:
     """Random subsets, arrivals, slots, row budgets and page counts, many of them too few for all at once."""
     draw = random.Random(1)
-    mixes, preemptions, answers = 300 if long_form else 12, 0, 0
+    mixes, preemptions, answers = 300 if long_form else 8, 0, 0
     for mix in range(mixes):
         chosen = draw.sample(cases, draw.randint(2, 6))
         shape = {
