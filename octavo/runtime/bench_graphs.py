@@ -26,6 +26,7 @@ from octavo.passes.breaks import PieceKind
 from octavo.runtime.assemble import Progress, assemble, plan
 from octavo.runtime.bench import describe_environment
 from octavo.runtime.bench_bodies import Bodies, Step, Variant
+from octavo.runtime.bench_clock import seconds_of
 from octavo.runtime.bench_trace import Recorded, idle_share, record
 from octavo.runtime.config import EngineConfig
 
@@ -161,7 +162,7 @@ def _measure_rows(bodies: Bodies, rows: int, repeat: int, progress: Progress) ->
         progress(f"{rows} rows", done, repeat)
         for key, call in calls.items():
             if key[0] == "segments" or done < max(2, repeat // 5):
-                times[key].append(_seconds(call, assembly.device))
+                times[key].append(seconds_of(call, assembly.device))
     text = assembly.config.text_config
     pairs = rows * text.num_experts_per_tok * len(assembly.model.experts) / text.n_routed_experts
     entry: dict[str, Any] = {"rows": rows, "expected_pairs": pairs}
@@ -190,21 +191,6 @@ def _launch_all(launches: tuple[Call, ...]) -> None:
 def _replay(program: Program, step: Step, rows: int) -> None:
     program.load(step.whole, rows)
     program.replay(rows)
-
-
-def _seconds(call: Call, device: torch.device) -> float:
-    """From the first launch on an idle device to the end of its work."""
-    if device.type != "cuda":
-        began = time.perf_counter()
-        call()
-        return time.perf_counter() - began
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize(device)
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3
 
 
 def _trace_rows(bodies: Bodies, rows: int) -> dict[str, Any]:

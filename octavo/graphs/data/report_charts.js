@@ -1,7 +1,7 @@
 // The drawings: the program along its layers, lifelines of buffers, buckets, the history of steps.
 
 const FAMILIES = {
-  attention: ["attend", "window_latent", "rotate", "publish", "select", "select_candidates", "index_query", "commit_window"],
+  attention: ["attend", "window_latent", "publish", "select", "select_candidates", "index_query", "commit_window"],
   experts: ["experts", "shared_expert", "combine"],
   mhc: ["mhc_mix", "mhc_collapse", "mhc_expand", "stream_mean"],
   linear: ["linear", "linear_f8", "linear_f32", "grouped_linear"],

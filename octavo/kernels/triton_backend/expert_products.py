@@ -17,11 +17,10 @@ import triton
 import triton.language as tl
 
 from octavo.kernels.triton_backend.expert_routing import BLOCK, GROUP, SHIFT, round_q8_groups
+from octavo.kernels.triton_backend.register_weights import WARP_ROWS, gated, two_values, weight_rows
 
 LARGEST_SCALE = 192
 """Byte of a scale: see above. Larger ones are refused when weights are loaded."""
-_WARP_ROWS = tl.constexpr(16)
-"""Rows of an accumulator that a warp holds: 8 in its lanes, twice."""
 _DECODE = tl.constexpr(
     """
     {
@@ -55,15 +54,7 @@ def decode_words(words: tl.tensor, factors: tl.tensor) -> tuple[tl.tensor, tl.te
     a, b, c, d = tl.inline_asm_elementwise(
         _DECODE, "=r,=r,=r,=r,r,r", [words, factors], (tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
     )
-    return _two_values(a), _two_values(b), _two_values(c), _two_values(d)
-
-
-@triton.jit
-def _two_values(pair: tl.tensor) -> tl.tensor:
-    low, high = tl.inline_asm_elementwise(
-        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pair], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=1
-    )
-    return tl.join(low, high)
+    return two_values(a), two_values(b), two_values(c), two_values(d)
 
 
 @triton.jit
@@ -78,7 +69,7 @@ def fragments(words: tl.tensor, scales: tl.tensor, WARPS: tl.constexpr) -> tl.te
     factors = tl.reshape(tl.broadcast_to(tl.reshape(factor, [outputs, 4, 1]), [outputs, 4, 4]), [outputs, 16])
     a, b, c, d = decode_words(words, factors)
     values = tl.join(tl.join(a, c), tl.join(b, d))
-    parts = tl.reshape(values, [outputs // (_WARP_ROWS * WARPS), 2, WARPS, 8, 4, 4, 2, 2, 2])
+    parts = tl.reshape(values, [outputs // (WARP_ROWS * WARPS), 2, WARPS, 8, 4, 4, 2, 2, 2])
     return tl.reshape(tl.permute(parts, (0, 2, 1, 3, 5, 7, 8, 4, 6)), [outputs, BLOCK])
 
 
@@ -86,14 +77,6 @@ def fragments(words: tl.tensor, scales: tl.tensor, WARPS: tl.constexpr) -> tl.te
 def add_product(total: tl.tensor, words: tl.tensor, scales: tl.tensor, x: tl.tensor, WARPS: tl.constexpr) -> tl.tensor:
     """total [N, ROWS] F32 + weights (see :func:`fragments`) times x [128, ROWS] BF16."""
     return tl.dot(fragments(words, scales, WARPS), x, total)
-
-
-@triton.jit
-def weight_rows(OUTPUTS: tl.constexpr, WARPS: tl.constexpr) -> tl.tensor:
-    """Which row of a tile is read in which place, so that ``fragments`` moves nothing between threads: [OUTPUTS]."""
-    place = tl.arange(0, OUTPUTS)
-    half = place // (8 * WARPS)
-    return half // 2 * (_WARP_ROWS * WARPS) + place // 8 % WARPS * _WARP_ROWS + half % 2 * 8 + place % 8
 
 
 @triton.jit
@@ -194,7 +177,7 @@ def gate_and_up(
         here = place < tl.load(tile + 2, volatile=True)
         pair = tl.load(pairs + place, mask=here, other=0, volatile=True)
         weight = tl.load(weights + pair, mask=here, other=0.0)
-        product = weight[None, :] * _gated(_through_bf16(gate), _through_bf16(up), limit)
+        product = weight[None, :] * gated(_through_bf16(gate), _through_bf16(up), limit)
         groups = tl.reshape(_through_bf16(product), [BLOCK // GROUP, GROUP, ROWS])
         rows = tl.trans(tl.reshape(round_q8_groups(groups) * SHIFT, [BLOCK, ROWS]))
         ordered = tl.permute(tl.reshape(rows, [ROWS, 4, 4, 2, 2, 2]), (0, 2, 4, 5, 1, 3))
@@ -274,14 +257,6 @@ def sum_pairs(
         mine = tl.load(chosen + pair) >= 0
         summed += tl.load(results + pair * channels + column, mask=there & mine, other=0.0).to(tl.float32)
     tl.store(total + row * channels + column, summed, mask=there)
-
-
-@triton.jit
-def _gated(gate: tl.tensor, up: tl.tensor, limit: tl.float32) -> tl.tensor:
-    """silu(gate) x up, clamped as ``experts.gated`` does it; NaN stays."""
-    gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
-    up = tl.minimum(tl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL), limit, propagate_nan=tl.PropagateNan.ALL)
-    return gate / (1.0 + tl.exp(-gate)) * up
 
 
 @triton.jit

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from octavo.kernels.triton_backend.dependent_launch import let_next_start, wait_for_ahead
+from octavo.kernels.triton_backend.register_weights import WARP_ROWS, two_values, weight_rows
 from octavo.kernels.triton_backend.scales import scale_and_inverse
 
 LARGEST_SCALE = 134
@@ -27,8 +28,6 @@ BLOCK = tl.constexpr(128)
 """Columns that are read at once: a line of memory of each row of weights, and four scales."""
 _PART = tl.constexpr(64)
 """Channels over which fragment order permutes."""
-_WARP_ROWS = tl.constexpr(16)
-"""Rows of an accumulator that a warp holds: 8 in its lanes, twice."""
 _DECODE = tl.constexpr(
     """
     {
@@ -76,15 +75,7 @@ def decode_words(words: tl.tensor, factors: tl.tensor) -> tuple[tl.tensor, tl.te
     even, odd = tl.inline_asm_elementwise(
         _DECODE, "=r,=r,r,r", [words, factors], (tl.int32, tl.int32), is_pure=True, pack=1
     )
-    return _two_values(even), _two_values(odd)
-
-
-@triton.jit
-def _two_values(pair: tl.tensor) -> tl.tensor:
-    low, high = tl.inline_asm_elementwise(
-        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pair], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=1
-    )
-    return tl.join(low, high)
+    return two_values(even), two_values(odd)
 
 
 @triton.jit
@@ -99,7 +90,7 @@ def fragments(words: tl.tensor, scales: tl.tensor, part: tl.constexpr, WARPS: tl
     factor = ((byte + 120) << 7) * 0x00010001
     factors = tl.reshape(tl.broadcast_to(tl.reshape(factor, [outputs, 2, 1]), [outputs, 2, 8]), [outputs, 16])
     even, odd = decode_words(words, factors)
-    parts = tl.reshape(tl.join(even, odd), [outputs // (_WARP_ROWS * WARPS), 2, WARPS, 8, 4, 4, 2, 2])
+    parts = tl.reshape(tl.join(even, odd), [outputs // (WARP_ROWS * WARPS), 2, WARPS, 8, 4, 4, 2, 2])
     return tl.reshape(tl.permute(parts, (0, 2, 1, 3, 5, 7, 4, 6)), [outputs, _PART])
 
 
@@ -110,14 +101,6 @@ def in_fragment_order(x: tl.tensor) -> tl.tensor:
     columns: tl.constexpr = x.shape[1]
     parts = tl.reshape(x, [rows, columns // _PART, 4, 4, 2, 2])
     return tl.reshape(tl.permute(parts, (0, 1, 3, 5, 2, 4)), [rows, columns])
-
-
-@triton.jit
-def weight_rows(OUTPUTS: tl.constexpr, WARPS: tl.constexpr) -> tl.tensor:
-    """Which row of a tile is read in which place, so that ``fragments`` moves nothing between threads: [OUTPUTS]."""
-    place = tl.arange(0, OUTPUTS)
-    half = place // (8 * WARPS)
-    return half // 2 * (_WARP_ROWS * WARPS) + place // 8 % WARPS * _WARP_ROWS + half % 2 * 8 + place % 8
 
 
 @triton.jit
@@ -227,7 +210,7 @@ def round_rows_q8(x: tl.tensor) -> tl.tensor:
     pairs, scale = tl.broadcast(pairs, scale)
     pairs, factor = tl.broadcast(pairs, factor)
     rounded = tl.inline_asm_elementwise(_ROUND_PAIR, "=r,r,r,r", [pairs, factor, scale], tl.int32, is_pure=True, pack=1)
-    return tl.reshape(_two_values(rounded), [rows, columns])
+    return tl.reshape(two_values(rounded), [rows, columns])
 
 
 @triton.jit

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from octavo.kernels.triton_backend.dependent_launch import let_next_start, wait_for_ahead
 from octavo.kernels.triton_backend.linear_kernels import GROUP, decode_words, in_fragment_order, round_rows_q8
+from octavo.kernels.triton_backend.register_weights import gated
 
 
 @triton.jit
@@ -77,7 +78,7 @@ def gate_parts(
         place = source + split * rows.to(tl.int64) * 2 * inner
         gate += tl.load(place, mask=mask, other=0.0).to(tl.float32)
         up += tl.load(place + inner, mask=mask, other=0.0).to(tl.float32)
-    values = _gated(gate.to(tl.bfloat16).to(tl.float32), up.to(tl.bfloat16).to(tl.float32), limit).to(tl.bfloat16)
+    values = gated(gate.to(tl.bfloat16).to(tl.float32), up.to(tl.bfloat16).to(tl.float32), limit).to(tl.bfloat16)
     _store_row(hidden + row * padded, values, column, padded, True, FRAGMENTS)
 
 
@@ -127,11 +128,3 @@ def _store_row(
     if FRAGMENTS:
         row = in_fragment_order(row)
     tl.store(target + column, tl.reshape(row, [values.shape[0]]), mask=column < padded)
-
-
-@triton.jit
-def _gated(gate: tl.tensor, up: tl.tensor, limit: tl.float32) -> tl.tensor:
-    """silu(gate) x up, clamped as ``experts.gated`` does it; NaN stays."""
-    gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
-    up = tl.minimum(tl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL), limit, propagate_nan=tl.PropagateNan.ALL)
-    return gate / (1.0 + tl.exp(-gate)) * up

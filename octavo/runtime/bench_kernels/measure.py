@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from octavo.runtime.bench_clock import seconds_of
 from octavo.runtime.bench_kernels.case import Call, KernelCase, Prepared
 
 _CALLS = 8
@@ -49,7 +50,7 @@ def _measure(prepared: Prepared, repeat: int) -> dict[str, Any]:
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeat):
         for name, run in runs.items():
-            times[name].append(_seconds(run) / calls)
+            times[name].append(seconds_of(run, torch.device("cuda")) / calls)
     for name, found in times.items():
         seconds = statistics.median(found)
         variants[name] |= {
@@ -82,16 +83,6 @@ def _several(call: Call, calls: int, copies: int) -> tuple[Callable[[], None], b
         torch.cuda.synchronize()
         return eagerly, False
     return graph.replay, True
-
-
-def _seconds(run: Callable[[], None]) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3
 
 
 def difference(results: dict[str, object]) -> float | None:

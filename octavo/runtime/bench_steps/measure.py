@@ -24,6 +24,7 @@ from octavo.graphs.measured import capture_facts
 from octavo.passes.breaks import PieceKind
 from octavo.runtime.assemble import Assembly, Progress, assemble, choose_compiler, plan
 from octavo.runtime.bench import describe_environment
+from octavo.runtime.bench_clock import seconds_of
 from octavo.runtime.bench_steps.baselines import Baseline, baselines_named, make_baselines
 from octavo.runtime.bench_steps.components import component_entries, time_operators
 from octavo.runtime.bench_steps.shapes import Kind, with_room
@@ -197,23 +198,8 @@ def _measure(
         progress(_title(step.shape), done, repeat)
         for key, measured in calls.items():
             if key[0] == "ways" or done < max(2, repeat // 5):
-                times[key].append(_seconds(measured, device))
+                times[key].append(seconds_of(measured, device))
     return {key: statistics.median(found) for key, found in times.items()}, failed
-
-
-def _seconds(call: Call, device: torch.device) -> float:
-    """From the first launch on an idle device to the end of its work."""
-    if device.type != "cuda":
-        began = time.perf_counter()
-        call()
-        return time.perf_counter() - began
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize(device)
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3
 
 
 def _entry(
