@@ -173,6 +173,11 @@ class Program:
         """What a replay calls, one for each instruction in order: to time or trace some of them."""
         return tuple(self._launches[bucket])
 
+    def close(self) -> None:
+        """Give the graphs up; nothing is replayed afterwards. NCCL ends no group whose collectives a graph still holds.
+        """
+        self._launches.clear()
+
     def replay(self, bucket: int) -> tuple[Tensor, ...]:
         """Run all instructions -> the results of the program, slices of their buffers."""
         self.check_addresses(bucket)

@@ -27,10 +27,7 @@ class AsyncEngine(EngineBase):
 
     async def close(self) -> None:
         """Abort what is left and end. The engine cannot be used afterwards."""
-        await asyncio.to_thread(self._loop.close)
-        if self._leader is not None:
-            await asyncio.to_thread(self._leader.close)
-        self._programs.close()
+        await asyncio.to_thread(self._close)
 
     async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Delta]:
         """The answers to one prompt as they are made."""

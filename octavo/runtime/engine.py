@@ -127,6 +127,13 @@ class EngineBase:
         if others is not None:
             others.on_failure(lambda failure: self._loop.fail(EngineFailure(f"The engine ended: {failure}")))
 
+    def _close(self) -> None:
+        """End the loop, then the graphs, then the other ranks: graphs may hold collectives of their group."""
+        self._loop.close()
+        self._programs.close()
+        if self._leader is not None:
+            self._leader.close()
+
     def describe(self) -> str:
         """What is loaded, where, in which numeric mode, and what fits."""
         return self._description
@@ -235,10 +242,7 @@ class Engine(EngineBase):
 
     def close(self) -> None:
         """Abort what is left and end. The engine cannot be used afterwards."""
-        self._loop.close()
-        if self._leader is not None:
-            self._leader.close()
-        self._programs.close()
+        self._close()
 
     def generate(
         self,

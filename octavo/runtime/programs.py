@@ -79,7 +79,8 @@ class Programs:
         self.description = started.description
         self.plan_hash = started.plan_hash
         """Of all programs, equal on ranks that fit together; made where there are several."""
-        *placed_programs, self._epilogue = started.programs
+        self._programs = started.programs
+        *placed_programs, self._epilogue = self._programs
         pairs = zip(placed_programs[::2], placed_programs[1::2], strict=True)
         self._placed = dict(zip(buckets, pairs, strict=True))
         """Prelude and body by whether rows are dealt over ranks."""
@@ -113,7 +114,9 @@ class Programs:
         return logits
 
     def close(self) -> None:
-        """Close the log of steps, if there is one, and show it on the dump's page."""
+        """Give the graphs up; close the log of steps, if there is one, and show it on the dump's page."""
+        for program in self._programs:
+            program.close()
         if self._log_file is None:
             return
         self._log_file.close()

@@ -181,6 +181,11 @@ class StepProgram:
         if self._program is not None and self.mode not in ("off", "eager"):
             self._program.capture(recorder, progress)
 
+    def close(self) -> None:
+        """Give the graphs up; the program cannot run afterwards."""
+        if self._program is not None:
+            self._program.close()
+
     @property
     def captures(self) -> list[BucketCapture]:
         return self._program.captures if self._program is not None else []

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from octavo import Engine, EngineConfig, SamplingParams
+from octavo import Engine, EngineConfig, OctavoError, SamplingParams
 from octavo.model.packaged import nano_path
 from octavo.runtime.evaluate import generated_suites, run_suite
 from tests.model.mini_run import MINI, golden
+from tests.rank_processes import children
 
 ACCURACY = 0.93
 """octavo-nano answers 98.8 % and more; that over 7 of 100 questions are wrong has a chance below 1e-4."""
@@ -68,6 +73,31 @@ def test_collectives_are_captured(experts: str, tmp_path: Path) -> None:
         report = json.loads((tmp_path / "dump" / name / "report.json").read_text())
         assert report["collectives_captured"]["value"]
         assert "collective" not in {piece["kind"] for piece in report["pieces"]}
+
+
+@pytest.mark.timeout(200)
+def test_captured_collectives_among_fast_kernels() -> None:
+    """Each replayed segment equals its eager run to the bit, though kernels beside a collective may start early."""
+    captured = config(model=nano_path(), numerics="fast", collectives="captured", graphs="compare")
+    with Engine(captured) as engine:
+        assert "collectives in captured segments: NCCL was captured and replayed" in engine.describe()
+        answers = engine.generate([[300 + i] * (3 + 20 * i) for i in range(4)], SamplingParams(max_tokens=6))
+    assert all(answer.ids for answer in answers)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("collectives", ["between", "captured"])
+def test_a_killed_rank_ends_the_engine(collectives: str) -> None:
+    """Within ten seconds, by name, also when the GPU of the other waits inside a collective; nothing is left."""
+    with Engine(config(collectives=collectives, step_deadline=60.0)) as engine:
+        (worker,) = children()
+        threading.Timer(1.0, os.kill, (worker, signal.SIGKILL)).start()
+        began = time.monotonic()
+        with pytest.raises(OctavoError, match="rank 1 ended: killed by SIGKILL"):
+            engine.generate([[5, 6, 7]], SamplingParams(max_tokens=50_000, ignore_eos=True))
+        assert time.monotonic() - began < 11.0
+    assert time.monotonic() - began < 20.0, "and it can be closed"
+    assert not children()
 
 
 @pytest.mark.timeout(200)

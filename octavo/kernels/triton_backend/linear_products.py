@@ -89,7 +89,7 @@ def multiply_prepared(launch: Launch, x: Tensor, kind: str, weight: Tensor, scal
         OUTPUTS=launch.outputs,
         BLOCKS=launch.blocks,
         WARPS=launch.warps,
-        STAGES=launch.stages,
+        STAGES=_stages(launch, by_words),
         num_warps=launch.warps,
         launch_pdl=True,
     )
@@ -131,7 +131,7 @@ def multiply_both(launch: Launch, x: Tensor, kind: str, w1: Tensor, s1: Tensor, 
         OUTPUTS=launch.outputs,
         BLOCKS=launch.blocks,
         WARPS=launch.warps,
-        STAGES=launch.stages,
+        STAGES=_stages(launch, by_words),
         num_warps=launch.warps,
         launch_pdl=True,
     )
@@ -183,6 +183,11 @@ def scale_words(scale: Tensor, channels: int) -> tuple[Tensor, bool]:
     """Four scales a word, [tiles, in / 128] int32, if rows of weights are whole blocks, else as they are, uint8."""
     by_words = channels % _BLOCK == 0
     return scale.contiguous().view(torch.int32) if by_words else scale.contiguous(), by_words
+
+
+def _stages(launch: Launch, by_words: bool) -> int:
+    """One less with scales that are read as bytes: each takes the shared memory of a word."""
+    return launch.stages if by_words else launch.stages - 1
 
 
 def _tiles(launch: Launch, rows: int, outputs: int, channels: int) -> tuple[int, int, int]:

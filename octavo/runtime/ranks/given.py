@@ -16,7 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from octavo.errors import OctavoError
 from octavo.runtime.config import EngineConfig
-from octavo.runtime.ranks.group import is_broken, join
+from octavo.runtime.ranks.group import is_broken, join, leave
 from octavo.runtime.ranks.workers import RankFailure, Work
 
 _REACH_SECONDS = 120.0
@@ -67,7 +67,7 @@ class GivenRanks:
             ) from error
         if given.rank:
             work(config, given.rank, self.control)
-            dist.destroy_process_group()
+            leave()
             raise SystemExit(0)
 
     def on_failure(self, call: Callable[[RankFailure], None]) -> None:
@@ -83,8 +83,7 @@ class GivenRanks:
 
     def stop(self, force: bool = False) -> None:
         """The others end by themselves when they are told that all is over, or with torchrun."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        leave(broken=force)
 
 
 def _first_line(error: Exception) -> str:

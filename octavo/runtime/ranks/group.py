@@ -41,6 +41,16 @@ def all_ranks() -> dist.ProcessGroup:
     return group
 
 
+def leave(broken: bool = False) -> None:
+    """End this process's groups. ``broken``: a rank is gone or hangs, and a GPU may wait for it inside a collective;
+    that is called off."""
+    if not dist.is_initialized():
+        return
+    if broken:
+        all_ranks().abort()
+    dist.destroy_process_group()
+
+
 def is_broken(error: BaseException) -> bool:
     """Whether an error tells of another rank: a connection that is gone, or a wait in vain."""
     told = str(error).lower()

@@ -98,6 +98,7 @@ def follow(config: EngineConfig, rank: int, control: dist.ProcessGroup) -> None:
         else:
             assert isinstance(message, Pick)
             runner.pick(hidden, message.rows)
+    runner.programs.close()
 
 
 def _manifest(path: Path) -> str:

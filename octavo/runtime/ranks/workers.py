@@ -23,7 +23,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from octavo.errors import OctavoError
 from octavo.runtime.config import EngineConfig
-from octavo.runtime.ranks.group import is_broken, join
+from octavo.runtime.ranks.group import is_broken, join, leave
 
 _LOCALHOST = "127.0.0.1"
 _JOIN_SECONDS = 120.0
@@ -125,8 +125,7 @@ class Workers:
         self._monitor.join()
         for pipe in self._pipes:
             pipe.close()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        leave(broken=force or self.failure is not None)
 
     def _wait_for_all(self, store: TCPStore) -> None:
         keys = [f"started-{rank}" for rank in range(1, len(self._processes) + 1)]
@@ -186,7 +185,7 @@ def _main(
         store.set(f"started-{rank}", "yes")
         control = join(store, rank, config, collective_seconds)
         work(config, rank, control)
-        dist.destroy_process_group()
+        leave()
     except BaseException as error:
         if not isinstance(error, OctavoError):
             traceback.print_exc()
