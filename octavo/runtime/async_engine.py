@@ -8,9 +8,9 @@ from types import TracebackType
 from typing import Self
 
 from octavo.runtime.engine import EngineBase, Params, Prompt, Result
+from octavo.runtime.logprobs import TokenLogprob
 from octavo.runtime.loop import EngineFailure
 from octavo.runtime.request import Answer, Delta, Request
-from octavo.runtime.sampler import TokenLogprob
 from octavo.runtime.sampling import SamplingParams
 
 

@@ -11,13 +11,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, cast, get_args
 
+import torch
 from torch import Tensor
 
+from octavo.runtime.logprobs import TokenLogprob, logprobs_of
 from octavo.runtime.request import Answer, FinishReason, Request
 from octavo.runtime.runner import Chunk
-from octavo.runtime.sampler import TokenLogprob, logprobs_of, sample
+from octavo.runtime.sampler import sample
 from octavo.runtime.scheduler import Scheduler, Step
 from octavo.runtime.step_program import PROMPT_ROWS
+from octavo.runtime.upload import upload
 
 PARTS = ("schedule", "run", "sample", "deliver")
 """Of a step, in order."""
@@ -125,15 +128,21 @@ class EngineCore:
     def _sample(self, hidden: Tensor, rows: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
         """Tokens of the rows that sample; a row that fails ends its request alone."""
         logits = self.runner.logits(hidden, [row for _, row in rows])
-        sampled = []
-        for i, outcome in enumerate(sample(logits, [request.draw for request, _ in rows])):
-            request = rows[i][0]
+        sampled, asked, tokens, tops = [], [], [], []
+        for row, outcome in enumerate(sample(logits, [request.draw for request, _ in rows])):
+            request = rows[row][0]
             if isinstance(outcome, Exception):
                 self._finish(request, "error", error=f"{type(outcome).__name__}: {outcome}")
                 continue
             if request.params.logprobs is not None:
-                request.logprobs += logprobs_of(logits[i : i + 1], [outcome], request.params.logprobs)
+                asked.append(row)
+                tokens.append(outcome)
+                tops.append(request.params.logprobs)
             sampled.append((request, outcome))
+        if asked:
+            chosen = logits.index_select(0, upload(torch.tensor(asked), logits.device))
+            for row, logprob in zip(asked, logprobs_of(chosen, tokens, tops), strict=True):
+                rows[row][0].logprobs.append(logprob)
         return sampled
 
     def _advance(self, request: Request, token: int, now: float) -> None:

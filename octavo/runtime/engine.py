@@ -19,6 +19,7 @@ from octavo.runtime.answer_text import AnswerText
 from octavo.runtime.assemble import Progress, assemble
 from octavo.runtime.config import EngineConfig
 from octavo.runtime.core import EngineCore
+from octavo.runtime.logprobs import TokenLogprob
 from octavo.runtime.loop import EngineFailure, EngineLoop
 from octavo.runtime.prompt import encode_chat
 from octavo.runtime.ranks.launch import Others, start_others
@@ -28,7 +29,6 @@ from octavo.runtime.ranks.traffic import Traffic
 from octavo.runtime.rehearsal import with_measured_capacity
 from octavo.runtime.request import Answer, Delta, FinishReason, Request
 from octavo.runtime.runner import Runner
-from octavo.runtime.sampler import TokenLogprob
 from octavo.runtime.sampling import SamplingParams
 from octavo.runtime.scheduler import Scheduler
 from octavo.runtime.step_program import ladders
@@ -128,11 +128,10 @@ class EngineBase:
             others.on_failure(lambda failure: self._loop.fail(EngineFailure(f"The engine ended: {failure}")))
 
     def _close(self) -> None:
-        """End the loop, then the graphs, then the other ranks: graphs may hold collectives of their group."""
         self._loop.close()
-        self._programs.close()
         if self._leader is not None:
             self._leader.close()
+        self._programs.close()
 
     def describe(self) -> str:
         """What is loaded, where, in which numeric mode, and what fits."""

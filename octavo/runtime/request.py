@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from octavo.runtime.answer_text import AnswerText
-from octavo.runtime.sampler import Draw, TokenLogprob
+from octavo.runtime.logprobs import TokenLogprob
+from octavo.runtime.sampler import Draw
 from octavo.runtime.sampling import SamplingParams
 from octavo.runtime.scheduler import Sequence
 

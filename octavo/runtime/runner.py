@@ -19,6 +19,7 @@ from octavo.runtime.assemble import Assembly
 from octavo.runtime.config import GraphMode
 from octavo.runtime.pools import Pools
 from octavo.runtime.programs import Programs
+from octavo.runtime.upload import upload
 
 _NO_BUCKETS: Mapping[bool, tuple[int, ...]] = MappingProxyType({False: ()})
 
@@ -56,7 +57,7 @@ class Runner:
     def set_pages(self, pages: Sequence[tuple[int, int, int]]) -> None:
         """Enter (slot, place in the slot's list, page) into the page table, for the steps that follow."""
         if pages:
-            slots, places, numbers = torch.tensor(pages, device=self.assembly.device).unbind(1)
+            slots, places, numbers = upload(torch.tensor(pages), self.assembly.device).unbind(1)
             self.pools.page_table[slots, places] = numbers.int()
 
     @torch.no_grad()
@@ -81,15 +82,15 @@ class Runner:
             missing = -len(ids) % ranks
             ids, metadata = F.pad(ids, (0, missing), value=-1), F.pad(metadata, (0, missing), value=-1)
             image = F.pad(image, (0, missing))
-        metadata = metadata.to(device)
+        metadata = upload(metadata, device)
         slots, positions, starts = metadata.unbind()
-        tokens = Tokens(ids.to(device), slots, positions, starts, positions >= 0, image.to(device))
+        tokens = Tokens(upload(ids, device), slots, positions, starts, positions >= 0, upload(image, device))
         return self.programs.hidden(tokens, self.sharded)
 
     @torch.no_grad()
     def pick(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
         """Rows of the last step by their global numbers: hidden [R, D] -> [len(rows), D]; all ranks ask together."""
-        index = torch.tensor(rows, device=hidden.device)
+        index = upload(torch.tensor(rows), hidden.device)
         if not self.sharded:
             return hidden.index_select(0, index)
         assert self._communicator is not None

@@ -13,20 +13,13 @@ import torch
 from torch import Tensor
 
 from octavo.errors import OctavoError
-from octavo.kernels.numerics import largest
+from octavo.runtime.filters import filtered
+from octavo.runtime.noise import gumbel_noise
 from octavo.runtime.sampling import SamplingParams
+from octavo.runtime.upload import upload
 
-_MIX = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # splitmix64, as signed 64-bit numbers
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """A token's log probability under the model, natural logarithm, and the likeliest tokens at its place."""
-
-    id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]
-    """(id, log probability) of the K likeliest, best first."""
+_ROWS_AT_ONCE = 32
+"""That are drawn with noise: a row takes about ten megabytes at the full vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +40,50 @@ class Draw:
 def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int | Exception]:
     """One token for every row of logits [n, V] F32, or why there is none: a row fails by itself.
 
-    A row fails if its largest logit is NaN or infinite, or if its token mask raises or leaves no token.
+    A row fails if its largest logit is NaN or infinite, or if its token mask raises or leaves no token. The device is
+    waited for once, when all rows are drawn.
     """
     outcomes: list[int | Exception] = [0] * len(draws)
-    plain = [i for i, draw in enumerate(draws) if is_greedy(draw)]
-    if plain:
-        rows = logits if len(plain) == len(draws) else logits[plain]
-        for i, token in zip(plain, greedy(rows).tolist(), strict=True):
-            outcomes[i] = token if token >= 0 else _not_finite()
-    for i in range(len(draws)) if len(plain) < len(draws) else ():
-        if not is_greedy(draws[i]):
+    plain = [row for row, draw in enumerate(draws) if is_greedy(draw)]
+    rows, tokens = [*plain], list[Tensor]()
+    if len(plain) == len(draws):
+        tokens = [greedy(logits)] if plain else []
+    elif plain:
+        tokens = [greedy(logits.index_select(0, upload(torch.tensor(plain), logits.device)))]
+    changed: list[tuple[int, Tensor]] = []
+    for row, draw in enumerate(draws) if len(plain) < len(draws) else ():
+        if not is_greedy(draw):
             try:
-                outcomes[i] = sample_row(logits[i], draws[i])
+                changed.append((row, allowed(penalised(logits[row], draw), draw)))
             except Exception as error:  # a hook of the caller's may raise anything
-                outcomes[i] = error
+                outcomes[row] = error
+    for low in range(0, len(changed), _ROWS_AT_ONCE):
+        some = changed[low : low + _ROWS_AT_ONCE]
+        rows += [row for row, _ in some]
+        tokens.append(draw_tokens(torch.stack([values for _, values in some]), [draws[row] for row, _ in some]))
+    for row, token in zip(rows, torch.cat(tokens).tolist() if tokens else (), strict=True):
+        outcomes[row] = token if token >= 0 else _not_finite()
     return outcomes
+
+
+def draw_tokens(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Tokens [n] int64 of logits [n, V] F32 behind penalties and masks; -1 where the largest is NaN or infinite.
+
+    The likeliest where the temperature is 0, else what Gumbel noise makes the largest.
+    """
+    warm = [row for row, draw in enumerate(draws) if draw.params.temperature > 0.0]
+    if not warm:
+        return greedy(logits)
+    index = upload(torch.tensor(warm), logits.device)
+    drawn = [draws[row] for row in warm]
+    values = logits.index_select(0, index).double()
+    temperatures = torch.tensor([[draw.params.temperature] for draw in drawn], dtype=torch.float64)
+    # From the largest down, so that the lowest temperatures do not overflow.
+    scaled = (values - values.amax(-1, keepdim=True)) / upload(temperatures, logits.device)
+    words = [(draw.seed, draw.index, len(draw.tokens)) for draw in drawn]
+    noisy = filtered(scaled, [draw.params for draw in drawn]) + gumbel_noise(logits.shape[1], words, logits.device)
+    tokens = greedy(noisy)
+    return tokens if len(warm) == len(draws) else greedy(logits).index_copy(0, index, tokens)
 
 
 def greedy(logits: Tensor) -> Tensor:
@@ -84,36 +106,21 @@ def is_greedy(draw: Draw) -> bool:
     )
 
 
-def sample_row(logits: Tensor, draw: Draw) -> int:
-    """One token from logits [V] F32. Raises if there is none, and whatever the token mask raises."""
-    params = draw.params
-    logits = allowed(penalised(logits, draw), draw)
-    if params.temperature > 0.0:
-        values = logits.double()
-        # From the largest down, so that the lowest temperatures do not overflow.
-        scaled = filtered((values - values.max()) / params.temperature, params)
-        logits = scaled + gumbel_noise(scaled.shape[0], draw.seed, draw.index, len(draw.tokens), scaled.device)
-    token = int(greedy(logits.unsqueeze(0)))
-    if token < 0:
-        raise _not_finite()
-    return token
-
-
 def penalised(logits: Tensor, draw: Draw) -> Tensor:
     """Penalties and bias. Repetition counts prompt and answer; presence and frequency the answer alone."""
     params = draw.params
     if params.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted(set(draw.tokens)), dtype=torch.int64, device=logits.device)
+        seen = _integers(sorted(set(draw.tokens)), logits)
         values = logits[seen]
         factor = params.repetition_penalty
         logits = logits.index_put((seen,), torch.where(values > 0, values / factor, values * factor))
     if params.presence_penalty or params.frequency_penalty:
-        answer = torch.tensor(draw.tokens[draw.prompt_length :], dtype=torch.int64, device=logits.device)
-        counts = torch.bincount(answer, minlength=logits.shape[0])
+        answer = torch.tensor(draw.tokens[draw.prompt_length :], dtype=torch.int64)
+        counts = upload(torch.bincount(answer, minlength=logits.shape[0]), logits.device)
         logits = logits - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
     if params.logit_bias:
-        ids = torch.tensor(list(params.logit_bias), device=logits.device)
-        bias = torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype, device=logits.device)
+        ids = _integers(list(params.logit_bias), logits)
+        bias = upload(torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype), logits.device)
         logits = logits.index_put((ids,), logits[ids] + bias)
     return logits
 
@@ -121,8 +128,9 @@ def penalised(logits: Tensor, draw: Draw) -> Tensor:
 def allowed(logits: Tensor, draw: Draw) -> Tensor:
     """-inf for what may not come: tokens that would end the answer too early, and what the mask forbids."""
     params, made = draw.params, len(draw.tokens) - draw.prompt_length
-    if made < params.min_tokens and draw.ending:
-        logits = logits.index_fill(0, torch.tensor(list(draw.ending), device=logits.device), -torch.inf)
+    too_early = list(draw.ending) if made < params.min_tokens else []
+    if too_early:
+        logits = logits.index_fill(0, _integers(too_early, logits), -torch.inf)
     if params.token_mask is not None:
         mask = params.token_mask(draw.tokens[draw.prompt_length :])
         if mask is not None:
@@ -131,13 +139,18 @@ def allowed(logits: Tensor, draw: Draw) -> Tensor:
                     f"token_mask returned {_described(mask)}; a bool tensor [{logits.shape[0]}] with at least one "
                     "allowed token is expected"
                 )
-            logits = logits.masked_fill(~mask.to(logits.device), -torch.inf)
-            if logits.max() == -torch.inf:
+            mask = mask.cpu()
+            if too_early and not mask.index_fill(0, torch.tensor(too_early), False).any():
                 raise ValueError(
                     f"token_mask allows only tokens that would end the answer, and min_tokens {params.min_tokens} "
                     f"forbids those after {made} tokens"
                 )
+            logits = logits.masked_fill(~upload(mask, logits.device), -torch.inf)
     return logits
+
+
+def _integers(values: Sequence[int], beside: Tensor) -> Tensor:
+    return upload(torch.tensor(values, dtype=torch.int64), beside.device)
 
 
 def _not_finite() -> OctavoError:
@@ -149,57 +162,3 @@ def _not_finite() -> OctavoError:
 
 def _described(mask: object) -> str:
     return f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-
-
-def filtered(scaled: Tensor, params: SamplingParams) -> Tensor:
-    """Top-k, top-p and min-p on logits [V] F64 at temperature: -inf for what falls out. The likeliest always stays."""
-    if params.top_k and params.top_k < scaled.shape[0]:
-        kept = torch.zeros_like(scaled, dtype=torch.bool)
-        kept[largest(scaled, params.top_k)] = True
-        scaled = scaled.masked_fill(~kept, -torch.inf)
-    if params.top_p < 1.0:
-        order = largest(scaled, scaled.shape[0])
-        probabilities = torch.softmax(scaled[order], dim=0)
-        before = probabilities.cumsum(0) - probabilities
-        kept = torch.zeros_like(scaled, dtype=torch.bool)
-        kept[order] = before < params.top_p
-        scaled = scaled.masked_fill(~kept, -torch.inf)
-    if params.min_p > 0.0:
-        probabilities = torch.softmax(scaled, dim=0)
-        scaled = scaled.masked_fill(probabilities < params.min_p * probabilities.max(), -torch.inf)
-    return scaled
-
-
-def logprobs_of(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
-    """Log probabilities of one token in each row of logits [n, V] F32, and of the ``top`` likeliest."""
-    every = torch.log_softmax(logits.float(), dim=-1)
-    chosen = every.gather(1, torch.tensor(tokens, device=logits.device).unsqueeze(1)).squeeze(1).tolist()
-    best = largest(logits, top)  # not of the logarithms, whose rounding makes ties
-    ids, values = best.tolist(), every.gather(1, best).tolist()
-    return [
-        TokenLogprob(token, logprob, tuple(zip(row_ids, row_values, strict=True)))
-        for token, logprob, row_ids, row_values in zip(tokens, chosen, ids, values, strict=True)
-    ]
-
-
-def gumbel_noise(count: int, seed: int, index: int, position: int, device: torch.device) -> Tensor:
-    """Standard Gumbel noise [count] F64, element i for token id i."""
-    key = torch.zeros((), dtype=torch.int64, device=device)
-    for word in (seed, index, position):
-        key = _mixed(key + word)
-    bits = _mixed(key + torch.arange(count, device=device) * _MIX[0])
-    uniform = ((bits >> 12) & ((1 << 52) - 1)).double().add(0.5) * 2.0**-52
-    return -torch.log(-torch.log(uniform))
-
-
-def _mixed(x: Tensor) -> Tensor:
-    """A bijection of 64-bit words in which every input bit moves every output bit; products wrap around."""
-    x = x + _MIX[0]
-    x = (x ^ _shifted(x, 30)) * _MIX[1]
-    x = (x ^ _shifted(x, 27)) * _MIX[2]
-    return x ^ _shifted(x, 31)
-
-
-def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Logical shift to the right; torch's own keeps the sign."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)

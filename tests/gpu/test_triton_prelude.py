@@ -90,6 +90,17 @@ def test_every_code_at_every_scale() -> None:
         assert same_bits(found[~nan], expected[~nan])
 
 
+def test_tables_of_more_bytes_than_an_int32_counts() -> None:
+    table = torch.zeros(9_000_000, 256, dtype=torch.uint8, device="cuda")
+    scale = torch.full((9_000_000, 8), 127, dtype=torch.uint8, device="cuda")
+    rows = torch.tensor([[0, 8_388_607], [8_388_608, 8_999_999]], device="cuda")
+    table[rows.flatten()] = torch.arange(1024, device="cuda").remainder(120).to(torch.uint8).view(4, 256)
+    codes = table.view(torch.float8_e4m3fn)
+    expected = codes[rows.flatten()].float().view(2, 512)
+    found = kernels.engram_lookup.backends["triton"].overload(codes, scale, rows, torch.float32)
+    assert torch.equal(found, expected) and bool(found.any(1).all())
+
+
 def test_remainders() -> None:
     """Products that leave int64 wrap around, and remainders of negative numbers are not negative."""
     batch = random_batch(300, seed=9)

@@ -11,8 +11,8 @@ import torch
 
 from octavo.runtime.answer_text import AnswerText
 from octavo.runtime.core import EngineCore
+from octavo.runtime.logprobs import TokenLogprob
 from octavo.runtime.request import Answer, Delta, Request
-from octavo.runtime.sampler import TokenLogprob
 from octavo.runtime.sampling import SamplingParams
 from octavo.runtime.scheduler import Scheduler
 from tests.runtime.stub_model import (

@@ -17,7 +17,7 @@ from octavo.model.packaged import packaged_file
 from octavo.model.presets import preset
 from octavo.runtime.request import FinishReason
 from octavo.runtime.runner import Chunk
-from octavo.runtime.sampler import Draw, sample_row
+from octavo.runtime.sampler import Draw, sample
 from octavo.runtime.sampling import SamplingParams
 from octavo.runtime.scheduler import Scheduler
 from octavo.runtime.tokenizer import Tokenizer
@@ -185,4 +185,6 @@ def _next_token(ask: Ask, tokens: list[int], before: int) -> int:
         likeliest = _LIKELIEST[before % len(_LIKELIEST)]
         return next(token for token in likeliest if token not in forbidden)
     draw = Draw(params, ask.seed, ask.index, tokens, len(ask.prompt), ask.ending)
-    return sample_row(logits_after([before])[0], draw)
+    (token,) = sample(logits_after([before]), [draw])
+    assert isinstance(token, int)
+    return token

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from octavo import OctavoError, SamplingParams
-from octavo.runtime.sampler import Draw, allowed, greedy, is_greedy, logprobs_of, penalised, sample
+from octavo.runtime.logprobs import logprobs_of
+from octavo.runtime.sampler import Draw, allowed, greedy, is_greedy, penalised, sample
 from tests.conftest import ReportCount
 
 MINUS = -math.inf

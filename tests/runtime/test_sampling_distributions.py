@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from octavo import SamplingParams
-from octavo.runtime.sampler import Draw, filtered, gumbel_noise, sample
+from octavo.runtime.filters import filtered, running_sum
+from octavo.runtime.noise import gumbel_noise
+from octavo.runtime.sampler import Draw, sample
 from tests.conftest import ReportCount
 
 CPU = torch.device("cpu")
@@ -179,9 +181,16 @@ def test_filters_keep_what_their_rules_say() -> None:
         ({"min_p": 0.26}, [0, 1]),
         ({"min_p": 0.24}, [0, 1, 2, 3]),
     ):
-        result = filtered(logits, SamplingParams(temperature=1.0, **fields))
+        (result,) = filtered(logits.unsqueeze(0), [SamplingParams(temperature=1.0, **fields)])
         assert result.isfinite().nonzero().flatten().tolist() == kept, fields
         assert result[kept].equal(logits[kept]), "what is kept is unchanged"
+
+
+def test_running_sums() -> None:
+    generator = torch.Generator().manual_seed(2)
+    for size in (1, 2, 3, 517, 4096):
+        values = torch.rand(3, size, dtype=torch.float64, generator=generator)
+        torch.testing.assert_close(running_sum(values), values.cumsum(1), rtol=1e-13, atol=0.0)
 
 
 # Noise.
@@ -208,7 +217,7 @@ def test_noise_is_splitmix64() -> None:
             key = splitmix64((key + word) % MIX)
         bits = [splitmix64((key + i * gamma) % MIX) for i in range(100)]
         expected = [-math.log(-math.log(((b >> 12) + 0.5) / 2**52)) for b in bits]
-        noise = gumbel_noise(100, *words, CPU)
+        (noise,) = gumbel_noise(100, [words], CPU)
         # The two libraries' logarithms may differ in their last bits.
         torch.testing.assert_close(noise, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
 
@@ -221,7 +230,7 @@ def uniform(noise: Tensor) -> Tensor:
 def test_noise_is_uniform_underneath(long_form: bool, report_count: ReportCount) -> None:
     """Cells of equal probability, and each of the 24 highest bits alone and with each other one."""
     rows = 2_000 if long_form else 50
-    noise = torch.cat([gumbel_noise(4096, 9, 0, position, CPU) for position in range(rows)])
+    noise = gumbel_noise(4096, [(9, 0, position) for position in range(rows)], CPU).flatten()
     assert noise.isfinite().all()
     numbers = uniform(noise)
     cells = (numbers * 1024).long().bincount(minlength=1024).tolist()
@@ -256,12 +265,12 @@ def test_noise_is_independent_of_its_neighbours(
     """Pairs of values fill 16 x 16 cells evenly and are not correlated; the same at distances of 1 to 3 tokens."""
     rows = 1_000 if long_form else 25
     words = [(3 + i // 8, 1 + i % 8, 100 + 5 * i) for i in range(rows)]
-    first = torch.stack([gumbel_noise(4096, *word, CPU) for word in words])
+    first = gumbel_noise(4096, words, CPU)
     if step is None:
         pairs = [(first[:, :-distance], first[:, distance:]) for distance in (1, 2, 3)]
     else:
-        moved = [tuple(a + b for a, b in zip(word, step, strict=True)) for word in words]
-        second = torch.stack([gumbel_noise(4096, *word, CPU) for word in moved])  # type: ignore[arg-type, call-arg]
+        moved = [(a + step[0], b + step[1], c + step[2]) for a, b, c in words]
+        second = gumbel_noise(4096, moved, CPU)
         pairs = [(first, second), (first[:, 1:], second[:, :-1])]
     for a, b in pairs:
         cells = (uniform(a) * 16).long() * 16 + (uniform(b) * 16).long()
@@ -274,12 +283,8 @@ def test_noise_is_independent_of_its_neighbours(
 def test_no_two_counters_share_their_noise() -> None:
     """Small and extreme values of seed, answer and position, exchanged and summed in every way."""
     words = [*range(-3, 8), 2**31, 2**63 - 1, -(2**63)]
-    seen = {
-        tuple(gumbel_noise(2, seed, index, position, CPU).tolist())
-        for seed in words
-        for index in range(8)
-        for position in (*range(8), 2**20)
-    }
+    counters = list(itertools.product(words, range(8), (*range(8), 2**20)))
+    seen = set(map(tuple, gumbel_noise(2, counters, CPU).tolist()))
     assert len(seen) == len(words) * 8 * 9
-    values = torch.cat([gumbel_noise(100_000, 1, 0, position, CPU) for position in (1, 2)])
+    values = gumbel_noise(100_000, [(1, 0, 1), (1, 0, 2)], CPU)
     assert len(values.unique()) == 200_000, "nor do two tokens"

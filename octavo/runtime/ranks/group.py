@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import threading
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -12,6 +15,14 @@ from octavo.runtime.assemble import choose_device, local_rank
 from octavo.runtime.config import EngineConfig
 
 _FOREVER = timedelta(days=365)
+_ABORT_SECONDS = 10.0
+_LOG = logging.getLogger("octavo.ranks")
+Release = Callable[[], None]
+"""Gives up the graphs of this process."""
+
+
+def nothing() -> None:
+    """Of a process without graphs."""
 
 
 def join(store: Store, rank: int, config: EngineConfig, collective_seconds: float) -> dist.ProcessGroup:
@@ -41,13 +52,26 @@ def all_ranks() -> dist.ProcessGroup:
     return group
 
 
-def leave(broken: bool = False) -> None:
-    """End this process's groups. ``broken``: a rank is gone or hangs, and a GPU may wait for it inside a collective;
-    that is called off."""
+def leave(release: Release = nothing, broken: bool = False) -> None:
+    """End this process's groups. ``release`` gives up the graphs, which may hold collectives.
+
+    ``broken``: a rank is gone or hangs, and a GPU may wait for it inside a collective. NCCL calls that off in a thread
+    of its own: it goes on until no graph holds a collective, and a graph ends when its collective has been called off.
+    Groups that do not end within seconds are left as they are.
+    """
     if not dist.is_initialized():
+        release()
         return
     if broken:
-        all_ranks().abort()
+        aborting = threading.Thread(target=all_ranks().abort, name="octavo-abort", daemon=True)
+        aborting.start()
+        release()
+        aborting.join(_ABORT_SECONDS)
+        if aborting.is_alive():
+            _LOG.warning("the process group did not end within %g s: this process cannot have another", _ABORT_SECONDS)
+            return
+    else:
+        release()
     dist.destroy_process_group()
 
 

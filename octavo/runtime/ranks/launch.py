@@ -11,6 +11,7 @@ from octavo.errors import UsageError
 from octavo.runtime.config import EngineConfig
 from octavo.runtime.rank_plan import check_ranks
 from octavo.runtime.ranks.given import GivenRanks, given_ranks
+from octavo.runtime.ranks.group import Release
 from octavo.runtime.ranks.workers import RankFailure, Work, Workers
 
 
@@ -34,8 +35,8 @@ class Others(Protocol):
         """A sentence that names ranks which are stopped, as by SIGSTOP; empty if none is seen to be."""
         ...
 
-    def stop(self, force: bool = False) -> None:
-        """End them, with ``force`` at once, and this process's group."""
+    def stop(self, force: bool = False, release: Release | None = None) -> None:
+        """End them, with ``force`` at once, and this process's group, whose graphs ``release`` gives up."""
         ...
 
 

@@ -52,7 +52,7 @@ class Leader:
         if self._others.failure is None and self._between:
             with contextlib.suppress(RuntimeError):  # one that has just ended; stop() ends the rest
                 send(None, self._group)
-        self._others.stop(force=not self._between)
+        self._others.stop(force=not self._between, release=self._runner.programs.close)
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:

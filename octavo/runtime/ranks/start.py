@@ -20,7 +20,7 @@ from octavo.runtime.model_source import checkpoint_path
 from octavo.runtime.ranks.agreement import agree, exchange
 from octavo.runtime.ranks.capture_probe import probe_capture
 from octavo.runtime.ranks.communicator import GroupCommunicator
-from octavo.runtime.ranks.group import all_ranks
+from octavo.runtime.ranks.group import Release, all_ranks
 from octavo.runtime.ranks.messages import Pick, StepPlan, receive
 from octavo.runtime.ranks.traffic import CountedCommunicator, Traffic
 from octavo.runtime.rehearsal import with_measured_capacity
@@ -86,8 +86,11 @@ def rank_runner(
     return runner
 
 
-def follow(config: EngineConfig, rank: int, control: dist.ProcessGroup) -> None:
-    """The life of a rank other than 0: load, get ready, and do what rank 0 says until it says that all is over."""
+def follow(config: EngineConfig, rank: int, control: dist.ProcessGroup) -> Release:
+    """The life of a rank other than 0: load, get ready, and do what rank 0 says until it says that all is over.
+
+    Returns what gives its graphs up.
+    """
     assembly = with_measured_capacity(assemble(config, rank=rank), config)
     runner = rank_runner(with_common_capacity(assembly, config), config)
     hidden = torch.empty(0)
@@ -98,7 +101,7 @@ def follow(config: EngineConfig, rank: int, control: dist.ProcessGroup) -> None:
         else:
             assert isinstance(message, Pick)
             runner.pick(hidden, message.rows)
-    runner.programs.close()
+    return runner.programs.close
 
 
 def _manifest(path: Path) -> str:

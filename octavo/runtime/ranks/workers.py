@@ -23,7 +23,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from octavo.errors import OctavoError
 from octavo.runtime.config import EngineConfig
-from octavo.runtime.ranks.group import is_broken, join, leave
+from octavo.runtime.ranks.group import Release, is_broken, join, leave, nothing
 
 _LOCALHOST = "127.0.0.1"
 _JOIN_SECONDS = 120.0
@@ -36,8 +36,10 @@ _UNGUARDED = (
     'if __name__ == "__main__":'
 )
 """For a worker that ended before it joined."""
-Work = Callable[[EngineConfig, int, dist.ProcessGroup], None]
-"""What a worker does once it has joined: ``work(config, rank, control)``, with the group over which rank 0 speaks."""
+Work = Callable[[EngineConfig, int, dist.ProcessGroup], Release | None]
+"""What a worker does once it has joined: ``work(config, rank, control)``, with the group over which rank 0 speaks.
+
+What it returns gives up its graphs before its groups end."""
 
 
 class RankFailure(OctavoError):
@@ -112,8 +114,11 @@ class Workers:
             return ""
         return f"Rank {ranks[0]} is stopped. " if len(ranks) == 1 else f"Ranks {', '.join(ranks)} are stopped. "
 
-    def stop(self, force: bool = False) -> None:
-        """End all workers and the process group. Those that do not end by themselves are killed, with ``force`` all."""
+    def stop(self, force: bool = False, release: Release | None = None) -> None:
+        """End all workers and the process group. Those that do not end by themselves are killed, with ``force`` all.
+
+        ``release``: see :func:`~octavo.runtime.ranks.group.leave`.
+        """
         self._closing.set()
         end = time.monotonic() + (0.0 if force or self.failure is not None else _END_SECONDS)
         for process in self._processes:
@@ -125,7 +130,7 @@ class Workers:
         self._monitor.join()
         for pipe in self._pipes:
             pipe.close()
-        leave(broken=force or self.failure is not None)
+        leave(release or nothing, broken=force or self.failure is not None)
 
     def _wait_for_all(self, store: TCPStore) -> None:
         keys = [f"started-{rank}" for rank in range(1, len(self._processes) + 1)]
@@ -184,8 +189,7 @@ def _main(
         store = TCPStore(_LOCALHOST, port, config.ranks, is_master=False)
         store.set(f"started-{rank}", "yes")
         control = join(store, rank, config, collective_seconds)
-        work(config, rank, control)
-        leave()
+        leave(work(config, rank, control) or nothing)
     except BaseException as error:
         if not isinstance(error, OctavoError):
             traceback.print_exc()

@@ -13,10 +13,10 @@ from octavo.runtime.assemble import Progress
 from octavo.runtime.config import EngineConfig
 from octavo.runtime.engine import Engine
 from octavo.runtime.grammar_mask import GrammarMasks
+from octavo.runtime.logprobs import TokenLogprob
 from octavo.runtime.loop import EngineFailure
 from octavo.runtime.ranks.given import is_given
 from octavo.runtime.request import Delta, Request
-from octavo.runtime.sampler import TokenLogprob
 from octavo.runtime.server import messages
 from octavo.runtime.server.messages import Abort, AskStats, Finished, FromEngine, Refused, Stats, Submit, Tokens
 
