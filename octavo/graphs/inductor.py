@@ -8,6 +8,7 @@ program may compile anew, since torch's key names the module through which torch
 
 from __future__ import annotations
 
+import functools
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -154,7 +155,11 @@ def probe_casts(device: str) -> bool:
     compiled for ``device`` here.
     """
     _require_compilers(device)
+    return _casts_survive(device)
 
+
+@functools.cache  # a matter of torch and the device, and a second of compiling for each program
+def _casts_survive(device: str) -> bool:
     def round_trip(x: Tensor) -> tuple[Tensor]:
         return ((x.float() * (1 + 2**-9)).bfloat16().float() * 3,)
 
