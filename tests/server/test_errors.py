@@ -33,6 +33,14 @@ def test_what_is_no_request_is_refused(server: Served, path: str, content: bytes
     assert response.json()["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize(("path", "body"), [answer for answer in ANSWERS if answer[0] != MESSAGES])
+def test_every_seed_of_64_bits_is_one(server: Served, path: str, body: dict[str, Any]) -> None:
+    for seed in (-1, 2**63 - 1, -(2**63)):
+        assert server.post(path, **body, seed=seed).status_code == 200, seed
+    response = server.post(path, **body, seed=2**63)
+    assert response.status_code == 400 and response.json()["error"]["param"] == "seed"
+
+
 @pytest.mark.parametrize("depth", [200, 5000])
 def test_what_is_nested_too_deeply_is_refused(server: Served, depth: int) -> None:
     deep = b'{"a":' * depth + b"1" + b"}" * depth

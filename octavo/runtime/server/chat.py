@@ -204,9 +204,10 @@ def _refuse_unsupported(body: ChatBody) -> None:
 
 
 def for_conversion(body: ChatBody) -> ChatBody:
-    """The body as ``deepseek-recipe`` knows it: with one answer, and one name for the most tokens."""
+    """The body as ``deepseek-recipe`` knows it: with one answer, one name for the most tokens, and no seed, of which it
+    knows fewer."""
     max_tokens = body.max_tokens or body.max_completion_tokens
-    return msgspec.structs.replace(body, n=None, max_tokens=max_tokens, max_completion_tokens=None)
+    return msgspec.structs.replace(body, n=None, seed=None, max_tokens=max_tokens, max_completion_tokens=None)
 
 
 def convert_chat(data: bytes, body: ChatBody, service: Service) -> Conversation:
