@@ -1,7 +1,8 @@
 """Backend ``triton`` of ``attend`` and ``commit_window`` on a device, against the reference and the backend ``torch``.
 
-Shapes of small models run through the general kernel, 64 heads of 512 channels through the one for Hopper. A failure
-says where the error lies: by row, by block of heads and by block of channels.
+Shapes of small models run through the general kernel, 64 heads of 512 channels through those for Hopper: 67 rows or
+more, of layers that select, whole, fewer in parts. A failure says where the error lies: by row, by block of heads and
+by block of channels.
 """
 
 from __future__ import annotations
@@ -66,6 +67,16 @@ def assert_near(actual: Tensor, expected: Tensor, live: Tensor, tolerance: float
     assert same_bits(actual[~live], torch.zeros_like(actual[~live])), f"{what}: dead rows are not zero"
 
 
+def whole_rows(given: Arguments) -> Tensor:
+    """By the kernel for Hopper that does not divide rows, however few they are."""
+    from octavo.kernels.triton_backend import attend
+    from octavo.kernels.triton_backend.tuning import HOPPER
+
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernel under test is Hopper's")
+    return attend.run(HOPPER, **given, splits=1)
+
+
 def peaked(given: Arguments) -> Arguments:
     """Scores of several units, and a head whose sink takes nothing."""
     given["query"] = 4 * given["query"]
@@ -78,7 +89,7 @@ def peaked(given: Arguments) -> Arguments:
 @every_storage
 def test_attention_is_the_references(case: Case, size: Size, packed: bool) -> None:
     """From one row in many parts to more rows than the device holds at once."""
-    for rows in (1, 7, 61, 150) if size.head_dim < 512 else (1, 7, 150):
+    for rows in (1, 7, 61, 150) if size.head_dim < 512 else (1, 7, 150, 240):
         given = on_device(peaked(arguments_of(case, random_batch(rows, seed=rows), size, packed)), "cuda")
         actual, expected = call_triton(case, given).results[0], call(case.operator, given).results[0]
         assert_near(actual, expected, given["positions"] >= 0, ATTENTION_TOLERANCE, f"{rows} rows")
@@ -162,8 +173,12 @@ def test_what_no_row_reads_may_hold_anything(case: Case, size: Size, packed: boo
                 address = given["page_table"][slot, page].long(), place
                 pool[address] = given["entries"][address]
         soiled["entries"] = pool
-    clean, actual = (call_triton(case, on_device(arguments, "cuda")) for arguments in (given, soiled))
+    on_cuda = [on_device(arguments, "cuda") for arguments in (given, soiled)]
+    clean, actual = (call_triton(case, arguments) for arguments in on_cuda)
     assert_same(actual, clean, case.name)
+    if size is RELEASED and torch.cuda.get_device_capability() == (9, 0):
+        clean_whole, actual_whole = (whole_rows(arguments) for arguments in on_cuda)
+        assert same_bits(actual_whole, clean_whole), "whole rows"
 
 
 @pytest.mark.parametrize("turning", (1, 37, 256))
@@ -209,6 +224,49 @@ def test_rows_dealt_to_ranks(case: Case) -> None:
         if given["selected"] is not None:
             part["selected"] = given["selected"][rows.cuda()]
         assert same_bits(attend.run(HOPPER, **given | part, splits=2), whole[rows.cuda()])
+
+
+@every_storage
+def test_whole_rows_have_the_same_bits_whatever_their_neighbours(packed: bool) -> None:
+    """Some of 300 rows, in another order and dealt to programs otherwise; a few, most programs without a row."""
+    given = far(300, 64, packed)
+    expected = whole_rows(given)
+    for rows in (torch.arange(299, -1, -1), torch.arange(0, 300, 2), torch.tensor([7, 299, 31])):
+        part = {name: given[name][rows.cuda()] for name in ("query", "slots", "positions", "selected")}
+        assert same_bits(whole_rows(given | part), expected[rows.cuda()]), f"{len(rows)} rows"
+
+
+@every_storage
+@pytest.mark.parametrize("top_k", (64, 320))
+def test_whole_rows_of_an_odd_number_of_tiles(top_k: int, packed: bool) -> None:
+    """Against the same rows in parts, by another kernel."""
+    from octavo.kernels.triton_backend import attend
+    from octavo.kernels.triton_backend.tuning import HOPPER
+
+    given = far(240, 64, packed)
+    given["selected"] = given["selected"][:, :top_k].contiguous()
+    whole, parts = whole_rows(given), attend.run(HOPPER, **given, splits=3)
+    assert_near(whole, parts, given["positions"] >= 0, ATTENTION_TOLERANCE, f"{top_k} selected")
+
+
+@cases(kernels.attend)
+@every_storage
+def test_whole_rows_replayed_on_other_inputs_equal_eager(case: Case, packed: bool) -> None:
+    """To the bit: programs of several rows, a row of one tile of keys beside one of five, and no live row."""
+    static = on_device(arguments_of(case, random_batch(240, seed=1), RELEASED, packed), "cuda")
+    whole_rows(static)  # compiles
+    with waits("error"):
+        whole_rows(static)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = whole_rows(static)
+    for seed, batch in enumerate((random_batch(240, seed=2), Batch((Request(7, 0, 240),)), Batch((), dead=240))):
+        given = on_device(arguments_of(case, batch, RELEASED, packed, seed=seed), "cuda")
+        for name, value in given.items():
+            if isinstance(value, Tensor):
+                static[name].copy_(value)
+        graph.replay()
+        assert same_bits(result, whole_rows(given)), f"step {seed}"
 
 
 @cases(kernels.attend, kernels.commit_window)

@@ -45,6 +45,7 @@ def main(long_form: bool) -> None:
         errors = [error for given in steps_of(name, size, rows) for error in compare(given)]
         print(f"{size.name} {name}: {len(errors)} calls, {max(errors):.1e}", flush=True)
     check_rows_dealt_to_ranks()
+    check_words_of_keys()
     check_far_positions()
     check_rotary_widths(((64, 1), (64, 19), (64, 32), (48, 1), (48, 19), (48, 24)) if long_form else ((48, 19),))
     check_windows()
@@ -96,6 +97,19 @@ def check_rows_dealt_to_ranks() -> None:
     for rows in (torch.arange(1, 19, 3), torch.arange(18, -1, -1), torch.tensor([17])):
         part = {name: given[name][rows] for name in ("query", "slots", "positions", "selected")}
         torch.testing.assert_close(run(FORM, **given | part), whole[rows], rtol=0, atol=TOLERANCE)
+
+
+def check_words_of_keys() -> None:
+    """Full tiles, holes, and a last tile that places do not fill; words behind the tiles are zero."""
+    random = torch.Generator().manual_seed(3)
+    for tiles, places in ((4, 128 + 40), (4, 192), (16, 640)):
+        held = torch.rand(5, places, generator=random) < torch.tensor([[0.0], [0.5], [0.98], [1.0], [1.0]])
+        distances = torch.where(held, torch.randint(-(2**40), 2**40, held.shape, generator=random), -(2**63))
+        words = torch.full((5, tiles), 7)
+        key_places.key_words[(5,)](distances, words, places, KEYS=64, TILES=tiles)
+        bits = torch.nn.functional.pad(held, (0, tiles * 64 - places)).view(5, tiles, 64).long()
+        assert torch.equal(words, (bits << torch.arange(64)).sum(2))
+        assert words[3:, : places // 64].eq(-1).all()
 
 
 def check_far_positions() -> None:

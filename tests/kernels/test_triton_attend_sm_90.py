@@ -24,7 +24,9 @@ if find_spec("triton") is not None:
     )
 
 SPILLED_BYTES = 128
-"""Of the kernel for Hopper with packed entries: some thirty addresses that no loop changes. Others spill nothing."""
+"""Of parts of rows on Hopper with packed entries: some thirty addresses that no loop changes. Others spill nothing."""
+SPILLED_BY_ROWS = 32
+"""Of whole rows with packed entries, in the group of warps that unpacks them: some eight addresses."""
 SLOW_ANGLES = 32
 """Of ``place_keys``: the digits of an angle above a hundred thousand, by which it is reduced. Nothing else."""
 
@@ -78,26 +80,60 @@ def fits(launched: list[Launched], stack_bytes: int = 0) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("packed", (False, True), ids=("plain", "packed"))
-@pytest.mark.parametrize("rows", (1, 8192))
-def test_the_released_model(rows: int, packed: bool) -> None:
-    """One row in ten parts, and a whole chunk; scores and values by wgmma, none of it serialised."""
+def test_parts_of_rows(packed: bool) -> None:
+    """One row of the released model in ten parts; scores and values by wgmma, none of it serialised."""
     form = choose_attend_form(64, 512, hopper=True)
     assert form is HOPPER
-    launched = compiled(form, **shapes(rows, 64, 512, 128, 512, packed, ratio=2))
-    names = ["place_keys", "attend_part_hopper", *(["unite_parts"] if rows == 1 else [])]
-    assert [one.kernel for one in launched] == names
-    assert launched[1].programs == (rows, 1, 10 if rows == 1 else 1)
+    launched = compiled(form, **shapes(1, 64, 512, 128, 512, packed, ratio=2))
+    assert [one.kernel for one in launched] == ["place_keys", "attend_part_hopper", "unite_parts"]
+    assert launched[1].programs == (1, 1, 10)
     fits(launched, SPILLED_BYTES if packed else 0)
     loops = loops_with(launched[1], "HGMMA")
     assert len(loops) == (2 if packed else 1)
     for loop in loops:
         # 32 steps of 16 channels for the scores, 4 of 16 keys for the values: none twice.
         assert sum("HGMMA" in line for line in loop) == 36
-    copies = [line for line in launched[1].machine_code if "LDGSTS" in line]
-    assert copies and all(".128" in line for line in copies), "keys are copied 16 bytes at a time"
+    check_copies(launched[1], packed)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("packed", (False, True), ids=("plain", "packed"))
+@pytest.mark.parametrize("rows", (67, 8192))
+def test_whole_rows(rows: int, packed: bool) -> None:
+    """Many rows of the released model: as many programs as processors, of two groups of warps that multiply."""
+    launched = compiled(HOPPER, **shapes(rows, 64, 512, 128, 512, packed, ratio=2))
+    assert [one.kernel for one in launched] == ["place_keys", "key_words", "attend_rows_hopper"]
+    kernel = launched[2]
+    assert (kernel.programs, kernel.threads) == ((min(rows, MULTIPROCESSORS), 1), 384)
+    fits(launched, SPILLED_BY_ROWS if packed else 0)
+    loops = loops_with(kernel, "HGMMA")
+    assert len(loops) == 2
+    for loop in loops:
+        # Of a pair of tiles: the scores of one, the values of both, in half of the channels.
+        assert sum("HGMMA" in line for line in loop) == 32 + 2 * 4
+        # Products that ptxas serialises would be awaited one by one.
+        assert sum("WARPGROUP.DEPBAR" in line for line in loop) == 3
+        # Addresses of operands are computed in uniform registers: from others it would take two of these for each.
+        assert sum("R2UR" in line for line in loop) <= 8
+        assert not any(re.search(r"\b(LDL|STL)\b", line) for line in loop)
+    check_copies(kernel, packed)
+
+
+def check_copies(kernel: Launched, packed: bool) -> None:
+    """16 bytes a thread at a time: keys that are copied, and what 16 bytes of codes in eight rows become."""
+    copies = [line for line in kernel.machine_code if re.search(r"\bLDGSTS\b", line)]
+    assert copies and all(".128" in line for line in copies)
     if packed:
-        # 16 bytes of codes in eight rows: the store of what they become takes 128 bits a thread.
-        assert sum(".128" in line for line in launched[1].machine_code if "STS" in line) >= 32
+        assert sum(".128" in line for line in kernel.machine_code if "STS" in line) >= 32
+
+
+@pytest.mark.parametrize(
+    ("heads", "top_k", "turning"), ((128, 512, 32), (64, 0, 32), (64, 512, 37)), ids=("heads", "window", "rotary")
+)
+def test_what_whole_rows_were_not_measured_on(heads: int, top_k: int, turning: int) -> None:
+    launched = compiled(HOPPER, **shapes(8192, heads, 512, 128, top_k, False, ratio=1, turning=turning))
+    assert [one.kernel for one in launched] == ["place_keys", "attend_part_hopper"]
+    fits(launched)
 
 
 @pytest.mark.timeout(300)
@@ -114,12 +150,6 @@ def test_other_models(heads: int, channels: int, window: int, top_k: int, hopper
     assert [one.kernel for one in launched] == ["place_keys", "attend_part", "unite_parts"]
     fits(launched)
     assert any("HMMA" in line for line in launched[1].machine_code)
-
-
-def test_layers_that_read_the_window_alone() -> None:
-    launched = compiled(HOPPER, **shapes(2048, 64, 512, 128, 0, False, ratio=1))
-    assert [one.kernel for one in launched] == ["place_keys", "attend_part_hopper"]
-    fits(launched)
 
 
 @pytest.mark.parametrize("turning", (1, 37, 256))

@@ -1,4 +1,7 @@
-"""``attend``: one kernel finds each row's keys and angles, one attends, and where rows are few, one unites parts."""
+"""``attend``: one kernel finds each row's keys and angles, one attends, and where rows are few, one unites parts.
+
+Where rows are many, those of the released model have a kernel of their own (``attend_rows_hopper``).
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,9 @@ from octavo.kernels.attend import attend
 from octavo.kernels.storage import packed_entry_bytes
 from octavo.kernels.triton_backend.attend_hopper import attend_part_hopper
 from octavo.kernels.triton_backend.attend_kernels import attend_part, unite_parts
+from octavo.kernels.triton_backend.attend_rows_hopper import attend_rows_hopper
 from octavo.kernels.triton_backend.device import multiprocessors
-from octavo.kernels.triton_backend.key_places import place_keys
+from octavo.kernels.triton_backend.key_places import key_words, place_keys
 from octavo.kernels.triton_backend.refusals import refuse_head_dim
 from octavo.kernels.triton_backend.tuning import AttendForm, choose_attend_form, choose_splits
 
@@ -118,11 +122,8 @@ def run(
 
     if splits is None:
         splits = choose_splits(form, rows, heads, places // form.keys, multiprocessors(query.device))
-    parts = splits if splits > 1 else 0
-    numerators = torch.empty(parts, rows, heads, channels, dtype=torch.float32, device=query.device)
-    maxima = torch.empty(parts, rows, heads, dtype=torch.float32, device=query.device)
-    denominators = torch.empty_like(maxima)
-    shared = {
+    common = {
+        "heads": heads,
         "turning": turning,
         "window_places": window_places,
         "places": places,
@@ -130,22 +131,35 @@ def run(
         "unit": unit,
         "scale": channels**-0.5,
         "packed": packed,
-        "divided": splits > 1,
-        "num_warps": form.warps,
     }
+    if splits == 1 and _takes_whole_rows(form, heads, turning, window_places, top_k):
+        tiles = triton.next_power_of_2(places // form.keys)
+        words = torch.empty(rows, tiles, dtype=torch.int64, device=query.device)
+        key_words[(rows,)](distances, words, places, KEYS=form.keys, TILES=tiles, num_warps=4)
+        attend_rows_hopper[(min(rows, multiprocessors(query.device)), 1)](
+            *(query, latents, sink, pool, distances, words, used, turns, positions, attended, rows),
+            word_places=tiles,
+            num_warps=4,
+            **common,
+        )
+        return attended
+    parts = splits if splits > 1 else 0
+    numerators = torch.empty(parts, rows, heads, channels, dtype=torch.float32, device=query.device)
+    maxima = torch.empty(parts, rows, heads, dtype=torch.float32, device=query.device)
+    denominators = torch.empty_like(maxima)
+    shared = common | {"divided": splits > 1, "num_warps": form.warps}
     tensors = (
         *(query, latents, sink, pool, distances, used, turns, positions, attended),
         *(numerators, maxima, denominators),
     )
     grid = (rows, triton.cdiv(heads, form.heads), splits)
     if form.hopper:
-        attend_part_hopper[grid](*tensors, rows, splits, heads=heads, **shared)
+        attend_part_hopper[grid](*tensors, rows, splits, **shared)
     else:
         attend_part[grid](
             *tensors,
             rows,
             splits,
-            heads=heads,
             channels=channels,
             HEADS=form.heads,
             CHANNELS=triton.next_power_of_2(channels),
@@ -164,6 +178,11 @@ def run(
             num_warps=4,
         )
     return attended
+
+
+def _takes_whole_rows(form: AttendForm, heads: int, turning: int, window_places: int, top_k: int) -> bool:
+    """Whether ``attend_rows_hopper`` takes rows that are not divided: it has been measured on these shapes alone."""
+    return form.hopper and (heads, turning) == (64, 32) and window_places >= 2 * form.keys and top_k > 0
 
 
 def _check_alignment(**tensors: Tensor) -> None:

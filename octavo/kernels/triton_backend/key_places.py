@@ -91,6 +91,23 @@ def place_keys(
 
 
 @triton.jit
+def key_words(
+    distances: tl.tensor, words: tl.tensor, places: tl.int32, KEYS: tl.constexpr, TILES: tl.constexpr
+) -> None:
+    """Which places of each tile of 64 hold a key, of one row: words [R, TILES] int64 from distances [R, places].
+
+    A tile of 64 keys is -1; TILES pads tiles to a power of two, with zeros.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.arange(0, TILES)
+    key = tl.arange(0, KEYS)
+    place = tile[:, None] * KEYS + key[None, :]
+    found = tl.load(distances + row * places + place, mask=place < places, other=NOWHERE) != NOWHERE
+    bits = tl.sum(found.to(tl.int64) << key.to(tl.int64)[None, :], axis=1)
+    tl.store(words + row * TILES + tile, bits)
+
+
+@triton.jit
 def _step_of_request(
     slot: tl.tensor,
     live: tl.tensor,
