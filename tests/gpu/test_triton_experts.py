@@ -55,14 +55,32 @@ def test_choices_and_weights_are_torchs_to_the_bit(experts: int, top_k: int) -> 
         for logits in (ordinary, ordinary * 30, (ordinary * 2).round(), ordinary * 0 - 100.0):
             for vision in (bias_vl, None):
                 counts = torch.zeros(3, dtype=torch.int32, device="cuda")
-                chosen, weights = steps.choose(logits, live, image, bias, vision, counts, 2, top_k, 1.5)
-                expected, expected_weights = choose_experts(logits, live, image, bias, vision, top_k, 1.5)
+                routing = live, image, bias, vision
+                chosen, weights = steps.choose(logits, *routing, counts, 2, top_k, 1.5)
+                expected, expected_weights = choose_experts(logits, *routing, top_k, 1.5)
                 local = torch.where((expected >= 2) & (expected < 5) & live[:, None], expected - 2, -1)
                 wrong = (chosen != local).any(1)
                 assert not wrong.any(), f"{rows} rows: {int(wrong.sum())} differ, first {wrong.nonzero()[0].item()}"
                 differ = (weights != expected_weights) & live[:, None]
                 assert not differ.any(), f"{rows} rows: weights {weights[differ][:4]}, {expected_weights[differ][:4]}"
                 assert torch.equal(counts.long(), torch.stack([(local == e).sum() for e in range(3)]))
+                # Two halves are exact. Without counting, nothing is counted.
+                halves = torch.stack([logits * 0.5, logits * 0.5])
+                again = steps.choose(halves, *routing, counts.zero_(), 2, top_k, 1.5, count=False)
+                assert torch.equal(again[0], chosen) and torch.equal(again[1], weights), f"{rows} rows"
+                assert not counts.any()
+
+
+@pytest.mark.parametrize(("hidden", "experts"), [(5120, 384), (160, 12)])
+def test_few_rows_are_rounded_and_scored_at_once(hidden: int, experts: int) -> None:
+    """Rounded to the bit, scored as near as F32 sums in another order are."""
+    random = torch.Generator("cuda").manual_seed(3)
+    gate = (torch.randn(experts, hidden, device="cuda", generator=random) * hidden**-0.5).to(torch.bfloat16)
+    for rows in (1, 5, 16, 17, 128):
+        x = torch.randn(rows, hidden, device="cuda", generator=random).to(torch.bfloat16)
+        rounded, parts, counts = steps.round_and_score(x, gate, 7)
+        assert torch.equal(rounded, steps.round_inputs(x, 7)[0]) and not counts.any(), f"{rows} rows"
+        torch.testing.assert_close(parts.sum(0).double(), x.double() @ gate.double().t(), rtol=1e-5, atol=2e-5)
 
 
 @every_tile
@@ -81,7 +99,7 @@ def test_the_order_holds_every_pair_once(tile_rows: int) -> None:
 @every_case
 @every_size
 def test_the_device_is_near_the_reference_of_the_host(case: Case, size: Size) -> None:
-    for rows in (1, 2, 17, 96, 700):
+    for rows in (1, 2, 3, 7, 13, 16, 17, 96, 700):
         given = case.arguments(random_batch(rows, seed=rows), size, torch.bfloat16)
         actual = triton(on_device(given, "cuda")).cpu()
         assert_near("experts", Outcome((actual,), {}), call(case.operator, given), f"{rows} rows")
@@ -108,7 +126,7 @@ def test_every_tile_is_near_the_reference_of_the_host(tile_rows: int, size: Size
         assert_near("experts", Outcome((actual,), {}), call(case.operator, host), what)
 
 
-@pytest.mark.parametrize("rows", (1, 130, 512, 1024, 2048, 4096, 8192))
+@pytest.mark.parametrize("rows", (1, 2, 4, 7, 16, 32, 128, 130, 512, 1024, 2048, 4096, 8192))
 def test_true_shapes_are_near_the_torch_backend(rows: int) -> None:
     """Six of 384 experts a row, 48 resident; the second time nearly all rows choose the same ones."""
     given = true_shapes(rows, resident=48)
@@ -121,27 +139,42 @@ def test_true_shapes_are_near_the_torch_backend(rows: int) -> None:
         beyond = error > LARGEST["experts"] * size
         assert not beyond.any(), f"{int(beyond.sum())} rows, worst {error.max():.2e}"
         served = size > 0
-        assert served.any() or rows == 1
+        assert served.any() or rows <= 2
         relative = (error / size)[served]
-        assert rows == 1 or relative.median() <= TYPICAL, f"median {relative.median():.2e}"
+        assert not served.any() or relative.median() <= TYPICAL, f"median {relative.median():.2e}"
 
 
 @every_case
-def test_dead_rows_are_zero_and_reach_nothing(case: Case) -> None:
-    batch = random_batch(29, seed=3)
+@pytest.mark.parametrize("rows", (4, 7, 13, 29))
+def test_dead_rows_are_zero_and_reach_nothing(case: Case, rows: int) -> None:
+    batch = random_batch(rows, seed=3)
     given = on_device(case.arguments(batch, WIDE, torch.bfloat16), "cuda")
     clean = triton(given)
     dead = ~given["live"]
     given["x"][dead] = torch.nan
     assert same_bits(triton(given), clean)
     assert dead.any() and same_bits(clean[dead], torch.zeros_like(clean[dead]))
-    nobody = on_device(case.arguments(Batch((), dead=29), WIDE, torch.bfloat16), "cuda")
+    nobody = on_device(case.arguments(Batch((), dead=rows), WIDE, torch.bfloat16), "cuda")
     assert same_bits(triton(nobody), torch.zeros_like(clean))
 
 
+def test_rows_of_nan_reach_no_other() -> None:
+    """Live ones, among rows that chose the same experts: as many columns of a tile as there are rows, and parts."""
+    for rows in (2, 4, 8, 16, 29):
+        given = true_shapes(rows, resident=48)
+        given["live"].fill_(True)
+        given["bias"][:4] += 5.0
+        given["bias_vl"][:4] += 5.0
+        clean = triton(given)
+        given["x"][1] = torch.nan
+        others = torch.arange(rows, device="cuda") != 1
+        assert same_bits(triton(given)[others], clean[others]), f"{rows} rows"
+
+
+@pytest.mark.parametrize("rows", (1, 4, 13, 29))
 @pytest.mark.parametrize("layout", ("transposed", "offset"))
-def test_memory_layout_changes_no_bit(layout: str) -> None:
-    given = on_device(CASES_OF_EXPERTS[0].arguments(random_batch(29, seed=3), WIDE, torch.bfloat16), "cuda")
+def test_memory_layout_changes_no_bit(layout: str, rows: int) -> None:
+    given = on_device(CASES_OF_EXPERTS[0].arguments(random_batch(rows, seed=3), WIDE, torch.bfloat16), "cuda")
     x = given["x"]
     offset = x.new_empty(x.numel() + 1)[1:].view_as(x).copy_(x)
     other = x.t().contiguous().t() if layout == "transposed" else offset
@@ -149,24 +182,27 @@ def test_memory_layout_changes_no_bit(layout: str) -> None:
 
 
 def test_nothing_waits() -> None:
-    for rows in (1, 29):
+    for rows in (1, 7, 29):
         given = on_device(CASES_OF_EXPERTS[0].arguments(random_batch(rows, seed=3), MINI, torch.bfloat16), "cuda")
         triton(given)  # compiles
         with waits("error"):
             triton(given)
 
 
-def test_replay_on_other_inputs_equals_eager() -> None:
+@pytest.mark.parametrize("rows", (2, 16, 257))
+def test_replay_on_other_inputs_equals_eager(rows: int) -> None:
     """To the bit: rows, routes, dead rows and weights change between replays; calls repeat themselves."""
-    static = true_shapes(257, resident=16)
+    static = true_shapes(rows, resident=16)
     triton(static)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = triton(static)
     for seed in range(4):
-        given = true_shapes(257, resident=16, seed=seed + 1)
+        given = true_shapes(rows, resident=16, seed=seed + 1)
         given["live"].fill_(seed == 2)
+        given["bias"][:4] += 5.0
+        given["bias_vl"][:4] += 5.0
         for name, value in given.items():
             if isinstance(value, Tensor):
                 static[name].copy_(value)

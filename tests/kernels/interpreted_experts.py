@@ -19,11 +19,12 @@ from octavo.kernels.experts import choose_experts
 from octavo.kernels.experts import experts as reference
 from octavo.kernels.numerics import blocked_matmul
 from octavo.kernels.quantise import round_q8
-from octavo.kernels.triton_backend import expert_products, expert_routing, experts
-from octavo.kernels.triton_backend.expert_tiles import Launch, Tile
+from octavo.kernels.triton_backend import expert_few, expert_few_kernels, expert_products, expert_routing, experts
+from octavo.kernels.triton_backend.expert_tiles import Launch, Tile, choose_few
 from tests.kernels.batches import Batch, Request, random_batch
-from tests.kernels.cases import CASES
+from tests.kernels.cases import CASES, Arguments
 from tests.kernels.draw import MINI, WIDE, Size
+from tests.kernels.interpreted_linear import round_rows_q8
 from tests.kernels.run_interpreted import pretend_to_have_processors
 from tests.kernels.tolerances import LARGEST
 
@@ -42,42 +43,96 @@ def main(long_form: bool) -> None:
         (MINI, "experts_all", random_batch(29, seed=3), _SMALL, None),
         (MINI, "experts_of_one_rank", random_batch(77, seed=5), _LARGE, _SMALL),
         (MINI, "experts_all", Batch((), dead=9), _LARGE, _SMALL),
-        (WIDE, "experts_of_one_rank", random_batch(29, seed=4), _LARGE, None),
+        (WIDE, "experts_of_one_rank", random_batch(11, seed=4), _LARGE, None),
         *(((WIDE, "experts_all", random_batch(96, seed=7), _LARGE, _SMALL),) if long_form else ()),
     ):
         error = compare(size, name, batch, tile, tail)
         print(f"{size.name} {name}, {batch.rows} rows, tiles of {tile.rows}: {error:.1e}", flush=True)
+    for size, name, batch in (
+        (MINI, "experts_all", random_batch(1, seed=1)),
+        (MINI, "experts_of_one_rank", random_batch(4, seed=4)),
+        (MINI, "experts_of_one_rank", random_batch(7, seed=5)),
+        (MINI, "experts_all", Batch((), dead=4)),
+        *((WIDE, "experts_all", random_batch(rows, seed=7)) for rows in ((1, 3, 8, 13, 16) if long_form else ())),
+    ):
+        print(f"{size.name} {name}, {batch.rows} rows, few: {compare_few(size, name, batch):.1e}", flush=True)
     check_ties(Batch((Request(0, 0, 5),)))
 
 
 def compare(size: Size, name: str, batch: Batch, tile: Tile, tail: Tile | None) -> float:
     """The largest relative error of a row; raises where a step before the products differs at all."""
-    given = next(case for case in CASES if case.name == name).arguments(batch, size, torch.bfloat16)
-    x, resident = given["x"], given["w1"].shape[0]
-    x[~given["live"]] = torch.nan
-    rounded, counts = experts.round_inputs(x, resident)
-    live = given["live"]
-    assert torch.equal(in_channel_order(rounded.float())[live][:, : size.hidden], round_q8(x[live]).float() * 2.0**64)
-
-    logits = blocked_matmul(x.float(), given["gate"].float())
-    routing = given["live"], given["image"], given["bias"], given["bias_vl"]
-    expected, expected_weights = choose_experts(logits, *routing, given["top_k"], given["route_scale"])
-    chosen, weights = experts.choose(
-        logits, *routing, counts, given["first_expert"], given["top_k"], given["route_scale"]
-    )
-    local = expected - given["first_expert"]
-    local = torch.where((local >= 0) & (local < resident) & live.unsqueeze(1), local, -1)
-    assert torch.equal(chosen.long(), local), (chosen, local)
-    torch.testing.assert_close(weights[live], expected_weights[live], rtol=1e-5, atol=0)
+    given, logits, local = draw_and_route(size, name, batch)
+    resident = given["w1"].shape[0]
+    rounded, counts = experts.round_inputs(given["x"], resident)
+    check_rounded(rounded, given, size)
+    chosen, weights = check_choice(logits, given, local, counts, True)
     assert torch.equal(counts.long(), torch.bincount(local[local >= 0], minlength=resident))
-
     work = experts.place(chosen, counts, tile, tail)
     check_order(work, local, tile, tail)
     hidden = experts.multiply_gate_and_up(
         rounded, weights, work, given["w1"], given["s1"], given["w3"], given["s3"], given["limit"]
     )
-    actual = experts.sum_results(chosen, experts.multiply_down(hidden, work, given["w2"], given["s2"])).double()
-    exact = reference(**{**given, "x": x.masked_fill(~live.unsqueeze(1), 0.0)})
+    return error_of(experts.sum_results(chosen, experts.multiply_down(hidden, work, given["w2"], given["s2"])), given)
+
+
+def compare_few(size: Size, name: str, batch: Batch) -> float:
+    """As :func:`compare`, of the kernels for few rows."""
+    given, logits, local = draw_and_route(size, name, batch)
+    rounded, parts, counts = experts.round_and_score(given["x"], given["gate"], given["w1"].shape[0])
+    check_rounded(rounded, given, size)
+    assert not counts.any()
+    live = given["live"]
+    torch.testing.assert_close(parts.sum(0)[live], logits[live], rtol=1e-4, atol=1e-5)
+    chosen, weights = check_choice(parts, given, local, counts, False)
+    assert not counts.any()
+    form = choose_few(batch.rows)
+    assert form is not None
+    matrices = given["w1"], given["s1"], given["w3"], given["s3"]
+    hidden = expert_few.multiply_gate_and_up_few(form, rounded, chosen, weights, *matrices, given["limit"])
+    if form.by_rows:
+        return error_of(expert_few.multiply_down_and_sum(form, hidden, chosen, given["w2"], given["s2"]), given)
+    results = expert_few.multiply_down_few(form, hidden, chosen, given["w2"], given["s2"])
+    return error_of(experts.sum_results(chosen, results), given)
+
+
+def draw_and_route(size: Size, name: str, batch: Batch) -> tuple[Arguments, Tensor, Tensor]:
+    """Arguments whose dead rows are NaN, the router's product, and the choice that the reference makes of it.
+
+    The latter as local numbers, -1 for other ranks' and dead rows.
+    """
+    given = next(case for case in CASES if case.name == name).arguments(batch, size, torch.bfloat16)
+    live, resident = given["live"], given["w1"].shape[0]
+    given["x"][~live] = torch.nan
+    logits = blocked_matmul(given["x"].float(), given["gate"].float())
+    expected, _ = choose_experts(logits, *routing_of(given), given["top_k"], given["route_scale"])
+    local = expected - given["first_expert"]
+    return given, logits, torch.where((local >= 0) & (local < resident) & live.unsqueeze(1), local, -1)
+
+
+def routing_of(given: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    return given["live"], given["image"], given["bias"], given["bias_vl"]
+
+
+def check_rounded(rounded: Tensor, given: Arguments, size: Size) -> None:
+    """To the bit."""
+    x, live = given["x"], given["live"]
+    assert torch.equal(in_channel_order(rounded.float())[live][:, : size.hidden], round_q8(x[live]).float() * 2.0**64)
+
+
+def check_choice(logits: Tensor, given: Arguments, local: Tensor, counts: Tensor, count: bool) -> tuple[Tensor, Tensor]:
+    """What the kernel chooses: the expected experts ``local``, and weights as near as sums in another order are."""
+    live, choice = given["live"], (given["top_k"], given["route_scale"])
+    chosen, weights = experts.choose(logits, *routing_of(given), counts, given["first_expert"], *choice, count=count)
+    assert torch.equal(chosen.long(), local), (chosen, local)
+    _, expected = choose_experts(logits if logits.dim() == 2 else logits.sum(0), *routing_of(given), *choice)
+    torch.testing.assert_close(weights[live], expected[live], rtol=1e-5, atol=0)
+    return chosen, weights
+
+
+def error_of(result: Tensor, given: Arguments) -> float:
+    """The largest relative error of a row, none above the bounds; dead rows must be zero."""
+    live, actual = given["live"], result.double()
+    exact = reference(**{**given, "x": given["x"].masked_fill(~live.unsqueeze(1), 0.0)})
     assert not actual[~live].any()
     size_of_rows = torch.linalg.vector_norm(exact, dim=1)
     errors = torch.linalg.vector_norm(actual - exact, dim=1)
@@ -122,10 +177,25 @@ def in_channel_order(fragments: Tensor) -> Tensor:
 
 def replace_what_the_interpreter_lacks() -> None:
     libdevice = types.SimpleNamespace(exp=lambda x: tl.exp(x), log1p=lambda x: tl.log(1.0 + x))
-    vars(expert_routing).update(libdevice=libdevice)
-    vars(expert_products).update(decode_words=decode_words, add_product=add_product, _through_bf16=through_bf16)
-    vars(experts).update(route=_WithoutOptions(vars(experts)["route"]))
+    nothing = dict.fromkeys(("let_next_start", "wait_for_ahead"), _nothing)
+    products = {"add_product": add_product, "through_bf16": through_bf16}
+    vars(expert_routing).update(libdevice=libdevice, multiply=multiply, **nothing)
+    vars(expert_products).update(decode_words=decode_words, **products, **nothing)
+    vars(expert_few_kernels).update(round_rows_q8=round_rows_q8, **products, **nothing)
+    for module, names in (
+        (experts, ("route", "score_rows", "sum_pairs")),
+        (expert_few, ("gate_and_up_few", "down_few", "down_and_sum")),
+    ):
+        vars(module).update({name: _WithoutOptions(vars(module)[name]) for name in names})
     pretend_to_have_processors(3)
+
+
+def _nothing(*arguments: Any) -> None:
+    """Kernels run one after the other here."""
+
+
+def multiply(weights: Any, x: Any) -> Any:
+    return tl.dot(weights.to(tl.float32), x.to(tl.float32))
 
 
 def add_product(total: Any, words: Any, scales: Any, x: Any, WARPS: Any) -> Any:
@@ -163,7 +233,11 @@ class _WithoutOptions:
         self.kernel = kernel
 
     def __getitem__(self, grid: Any) -> Any:
-        return lambda *args, enable_reflect_ftz, **kwargs: self.kernel[grid](*args, **kwargs)
+        def launch(*args: Any, **kwargs: Any) -> Any:
+            options = ("enable_reflect_ftz", "launch_pdl")
+            return self.kernel[grid](*args, **{name: value for name, value in kwargs.items() if name not in options})
+
+        return launch
 
 
 if __name__ == "__main__":

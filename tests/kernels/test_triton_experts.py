@@ -25,7 +25,8 @@ from tests.kernels.run_interpreted import run_interpreted
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton")
 if find_spec("triton") is not None:
     from octavo.kernels.triton_backend import expert_products
-    from octavo.kernels.triton_backend.expert_tiles import TILES, choose_tiles
+    from octavo.kernels.triton_backend.expert_few_kernels import COLUMNS
+    from octavo.kernels.triton_backend.expert_tiles import FEW_ROWS, PLACES, TILES, choose_few, choose_tiles
 
 
 @pytest.mark.timeout(300)
@@ -64,6 +65,18 @@ def test_tiles_follow_the_rows_of_an_expert() -> None:
     ]
     assert all(tail is None or tail.rows < tile.rows for tile, tail in cuts)
     assert all(tile.rows == rows for rows, tile in TILES.items())
+    assert [choose_tiles(rows, 6, 384)[0].outputs for rows in (17, 128, 129, 512)] == [128, 128, 256, 256]
+
+
+def test_few_rows_fit_the_columns_of_their_tiles() -> None:
+    """The fewer rows, the more parts; and who rounds its result has the channels of a whole scale."""
+    assert [form.rows for form in FEW_ROWS] == sorted(form.rows for form in FEW_ROWS)
+    for form in FEW_ROWS:
+        assert form.rows * form.gate_and_up <= COLUMNS.value
+        assert form.by_rows or form.rows * form.down <= COLUMNS.value
+        assert form.by_rows or PLACES // form.gate_and_up % 32 == 0
+        assert choose_few(form.rows) is form
+    assert choose_few(FEW_ROWS[-1].rows + 1) is None
 
 
 def test_scales_that_would_give_infinities_are_refused_after_loading() -> None:

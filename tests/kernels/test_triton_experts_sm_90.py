@@ -12,8 +12,8 @@ from torch import Tensor
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton")
 if find_spec("triton") is not None:
-    from octavo.kernels.triton_backend import experts
-    from octavo.kernels.triton_backend.expert_tiles import TILES, choose_tiles
+    from octavo.kernels.triton_backend import expert_tiles, experts
+    from octavo.kernels.triton_backend.expert_tiles import FEW_ROWS, MOST_SCORED, TILES, choose_few, choose_tiles
     from tests.kernels.compiled_launches import (
         MULTIPROCESSORS,
         REGISTERS,
@@ -26,8 +26,13 @@ if find_spec("triton") is not None:
 
 SPILLED_BYTES = 96
 """A few numbers may wait in memory while a tile is computed: once a tile, not in the loop."""
-ROWS = (1, 1024, 2048, 8192)
-"""Steps that use every tile."""
+ROWS = (64, 512, 1024, 2048, 8192)
+"""Steps that use every tile, the smallest in both ways."""
+INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;")
+TOUCHES_OR_LEAVES = re.compile(r"(@\S+ +)?(LD|LDG|LDGSTS|ST|STG|ATOM\w*|RED\w*|UTMA\w*|UBLK\w*|BR\w*|CALL|RET|EXIT)\b")
+"""An access of global memory, a branch, or the end."""
+FEW = (1, 4, 8, 16)
+"""Steps of few rows, in every way that the table has."""
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
@@ -68,9 +73,16 @@ def at_true_shapes() -> dict[int, list[Launched]]:
     return {rows: compiled(**shapes(rows, 384, range(48), 5120, 2304, 6)) for rows in ROWS}
 
 
+@pytest.fixture(scope="module")
+def few_at_true_shapes() -> dict[int, list[Launched]]:
+    return {rows: compiled(**shapes(rows, 384, range(48), 5120, 2304, 6)) for rows in FEW}
+
+
 def test_the_steps_above_use_every_tile() -> None:
     used = [choose_tiles(rows, 6, 384) for rows in ROWS]
     assert {tile.rows for pair in used for tile in pair if tile is not None} == set(TILES)
+    assert [choose_few(rows) for rows in FEW] == list(FEW_ROWS)
+    assert all(choose_few(rows) is None for rows in ROWS)
 
 
 @pytest.mark.timeout(300)
@@ -80,11 +92,22 @@ def test_everything_fits(at_true_shapes: dict[int, list[Launched]]) -> None:
         names = [one.kernel for one in launched]
         parts = 1 if choose_tiles(rows, 6, 384)[1] is None else 2
         assert names == [
-            *("round_rows", "route", "place_pairs"),
+            *("score_rows" if rows <= MOST_SCORED else "round_rows", "route", "place_pairs"),
             *["gate_and_up"] * parts,
             *["down"] * parts,
             "sum_pairs",
         ]
+
+
+def test_few_rows_are_four_or_five_launches_that_fit(few_at_true_shapes: dict[int, list[Launched]]) -> None:
+    for rows, launched in few_at_true_shapes.items():
+        check_that_it_fits(launched)
+        ends = ["down_and_sum"] if rows <= 4 else ["down_few", "sum_pairs"]
+        assert [one.kernel for one in launched] == ["score_rows", "route", "gate_and_up_few", *ends]
+        for one in launched[2:4]:
+            launch = expert_tiles.FEW
+            assert launch.programs * (one.shared_bytes + 1024) <= SHARED_BYTES + 1024, (rows, one.kernel)
+            assert launch.programs * one.threads * -(-one.registers // 8) * 8 <= REGISTERS, (rows, one.kernel)
 
 
 def test_as_many_programs_fit_at_once_as_the_table_says(at_true_shapes: dict[int, list[Launched]]) -> None:
@@ -99,21 +122,53 @@ def test_as_many_programs_fit_at_once_as_the_table_says(at_true_shapes: dict[int
                 assert one.programs[0] <= launch.programs * MULTIPROCESSORS
 
 
-def test_weights_go_from_registers_to_tensor_cores(at_true_shapes: dict[int, list[Launched]]) -> None:
-    """No layout is changed through shared memory between a load and a product, and nothing is spilled there."""
-    for rows, launched in at_true_shapes.items():
+def test_weights_go_from_registers_to_tensor_cores(
+    at_true_shapes: dict[int, list[Launched]], few_at_true_shapes: dict[int, list[Launched]]
+) -> None:
+    """No layout is changed through shared memory between a load and a product, and nothing is spilled there.
+
+    ``down_and_sum`` alone rounds its rows in the loop and stores those.
+    """
+    for rows, launched in {**at_true_shapes, **few_at_true_shapes}.items():
         for one in launched:
-            if one.kernel not in ("gate_and_up", "down"):
+            if not one.kernel.startswith(("gate_and_up", "down")):
                 continue
             what = f"{rows} rows: {one.kernel}"
             loops = loops_with(one, "HGMMA")
             assert loops, f"{what}: no loop with products"
             for loop in loops:
                 names = {word for line in loop for word in re.findall(r"[A-Z][A-Z0-9_.]+", line)}
-                assert not names & {"STS", "STS.128", "PRMT", "STL", "LDL", "LDL.LU"}, f"{what}: {sorted(names)}"
+                stored = set() if one.kernel == "down_and_sum" else {"STS", "STS.128", "PRMT"}
+                assert not names & {"STL", "LDL", "LDL.LU", *stored}, f"{what}: {sorted(names)}"
                 assert {"LDGSTS.E.BYPASS.128", "LDS.128"} <= names, f"{what}: {sorted(names)}"
             products = [line for line in one.ptx.splitlines() if "wgmma.mma_async" in line]
             assert products and all(line.count("{") == 2 for line in products), f"{what}: operands in shared memory"
+
+
+def test_kernels_for_few_rows_wait_for_those_ahead(few_at_true_shapes: dict[int, list[Launched]]) -> None:
+    """The rule of ``dependent_launch``: before they touch memory, and before any branch. The first one is ordinary."""
+    for rows, launched in few_at_true_shapes.items():
+        for one in launched:
+            what = f"{rows} rows: {one.kernel}"
+            code = [found[1] for line in one.machine_code if (found := INSTRUCTION.search(line))]
+            assert ("ACQBULK" in code) == (one is not launched[0]), what
+            if one is not launched[0]:
+                ahead = code[: code.index("ACQBULK")]
+                assert not [line for line in ahead if TOUCHES_OR_LEAVES.match(line)], what
+            assert any("PREEXIT" in line for line in code) == (one is not launched[-1]), what
+
+
+def test_products_of_small_tiles_wait_once(
+    at_true_shapes: dict[int, list[Launched]], few_at_true_shapes: dict[int, list[Launched]]
+) -> None:
+    """A product of eight steps is awaited at its end, not after each of them."""
+    for rows, launched in {**at_true_shapes, **few_at_true_shapes}.items():
+        for one in launched:
+            if one.kernel.startswith(("gate_and_up", "down")) and rows <= 512:
+                for loop in loops_with(one, "HGMMA"):
+                    steps = sum("HGMMA" in line for line in loop)
+                    waits = sum("WARPGROUP.DEPBAR" in line for line in loop)
+                    assert steps >= 8 and 0 < waits <= steps // 4, f"{rows} rows: {one.kernel}: {waits} of {steps}"
 
 
 @pytest.mark.parametrize(
@@ -122,6 +177,7 @@ def test_weights_go_from_registers_to_tensor_cores(at_true_shapes: dict[int, lis
         pytest.param(29, 8, range(8), 256, 128, 2, id="nano"),
         pytest.param(7, 8, range(4, 8), 128, 64, 2, id="mini"),
         pytest.param(1, 12, range(1, 2), 512, 160, 5, id="ragged"),
+        pytest.param(19, 12, range(1, 2), 512, 160, 5, id="ragged, more rows"),
     ],
 )
 def test_other_shapes_compile(rows: int, count: int, resident: range, hidden: int, inner: int, top_k: int) -> None:

@@ -2,7 +2,8 @@
 
 Such a kernel is launched with ``launch_pdl``, and each of its programs calls :func:`wait_for_ahead` before it reads or
 writes anything. Then no kernel ends before all that stand ahead have ended, and whoever comes behind may be an ordinary
-one. The last kernel of an operator lets nobody start early: what follows is none of its business.
+one. The last kernel of an operator lets nobody start early: what follows is none of its business. An ordinary first
+kernel may let its operator's second start early, if that waits: it is the only one that does not stand behind its end.
 
 Directly behind a collective, an event of another stream, no such kernel may stand unless that is tested: today ordinary
 ones stand there.

@@ -16,11 +16,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from octavo.kernels.triton_backend.dependent_launch import wait_for_ahead
 from octavo.kernels.triton_backend.expert_routing import BLOCK, GROUP, SHIFT, round_q8_groups
 from octavo.kernels.triton_backend.register_weights import WARP_ROWS, gated, two_values, weight_rows
 
 LARGEST_SCALE = 192
 """Byte of a scale: see above. Larger ones are refused when weights are loaded."""
+_SHORT_STEPS = tl.constexpr(16)
+"""Rows of a tile: see :func:`add_product`."""
 _DECODE = tl.constexpr(
     """
     {
@@ -75,8 +78,21 @@ def fragments(words: tl.tensor, scales: tl.tensor, WARPS: tl.constexpr) -> tl.te
 
 @triton.jit
 def add_product(total: tl.tensor, words: tl.tensor, scales: tl.tensor, x: tl.tensor, WARPS: tl.constexpr) -> tl.tensor:
-    """total [N, ROWS] F32 + weights (see :func:`fragments`) times x [128, ROWS] BF16."""
-    return tl.dot(fragments(words, scales, WARPS), x, total)
+    """total [N, ROWS] F32 + weights (see :func:`fragments`) times x [128, ROWS] BF16.
+
+    Triton lets a product run on into the next iteration, where registers of its operand are written again: the
+    assembler then waits after each of its steps. Reading the sum makes it wait once, at the end. Tiles of 16 rows gain
+    5 % by that on an H200; those of 64 and 128 lose 10 %, whose steps are long and let other work run beside them.
+    """
+    product = tl.dot(fragments(words, scales, WARPS), x, total)
+    if total.shape[1] <= _SHORT_STEPS:
+        product = _read(product)
+    return product
+
+
+@triton.jit
+def _read(x: tl.tensor) -> tl.tensor:
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -177,8 +193,8 @@ def gate_and_up(
         here = place < tl.load(tile + 2, volatile=True)
         pair = tl.load(pairs + place, mask=here, other=0, volatile=True)
         weight = tl.load(weights + pair, mask=here, other=0.0)
-        product = weight[None, :] * gated(_through_bf16(gate), _through_bf16(up), limit)
-        groups = tl.reshape(_through_bf16(product), [BLOCK // GROUP, GROUP, ROWS])
+        product = weight[None, :] * gated(through_bf16(gate), through_bf16(up), limit)
+        groups = tl.reshape(through_bf16(product), [BLOCK // GROUP, GROUP, ROWS])
         rows = tl.trans(tl.reshape(round_q8_groups(groups) * SHIFT, [BLOCK, ROWS]))
         ordered = tl.permute(tl.reshape(rows, [ROWS, 4, 4, 2, 2, 2]), (0, 2, 4, 5, 1, 3))
         target = hidden + place.to(tl.int64)[:, None] * (channel_tiles * BLOCK) + first + column[None, :]
@@ -252,6 +268,7 @@ def sum_pairs(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     there = column < channels
     summed = tl.zeros([COLUMNS], tl.float32)
+    wait_for_ahead()
     for k in tl.static_range(top_k):
         pair = row * top_k + k
         mine = tl.load(chosen + pair) >= 0
@@ -260,5 +277,5 @@ def sum_pairs(
 
 
 @triton.jit
-def _through_bf16(x: tl.tensor) -> tl.tensor:
+def through_bf16(x: tl.tensor) -> tl.tensor:
     return x.to(tl.bfloat16).to(tl.float32)

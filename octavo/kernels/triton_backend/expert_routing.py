@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
+from octavo.kernels.triton_backend.dependent_launch import let_next_start, wait_for_ahead
 from octavo.kernels.triton_backend.scales import scale_and_inverse
 
 GROUP = tl.constexpr(32)
@@ -36,6 +37,21 @@ def round_q8_groups(x: tl.tensor) -> tl.tensor:
     below = (scaled.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     steps = tl.maximum(below * 0.125, 0.001953125) * 12582912.0
     return ((scaled + steps) - steps) * exponent.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def in_fragment_order(x: tl.tensor) -> tl.tensor:
+    """[N, C] with C a multiple of 128 -> the same with its columns in fragment order."""
+    rows: tl.constexpr = x.shape[0]
+    columns: tl.constexpr = x.shape[1]
+    parts = tl.reshape(x, [rows * (columns // BLOCK), 4, 4, 2, 2, 2])
+    return tl.reshape(tl.permute(parts, (0, 2, 4, 5, 1, 3)), [rows, columns])
+
+
+@triton.jit
+def place_in_block(channel: tl.tensor) -> tl.tensor:
+    """Where a channel below 128 stands in fragment order."""
+    return channel // 8 % 4 * 32 + channel // 2 % 2 * 16 + channel % 2 * 8 + channel // 32 * 2 + channel // 4 % 2
 
 
 @triton.jit(do_not_specialize=["resident"])
@@ -66,9 +82,76 @@ def round_rows(
         tl.store(counts + expert, tl.zeros([RESIDENT], tl.int32), mask=expert < resident)
 
 
-@triton.jit(do_not_specialize=["rows", "experts", "resident", "first_expert"])
+@triton.jit(do_not_specialize=["rows"])
+def score_rows(
+    x: tl.tensor,
+    gate: tl.tensor,
+    rounded: tl.tensor,
+    parts: tl.tensor,
+    counts: tl.tensor,
+    rows: tl.int32,
+    channels: tl.int32,
+    padded: tl.int32,
+    experts: tl.int32,
+    resident: tl.int32,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    RESIDENT: tl.constexpr,
+) -> None:
+    """:func:`round_rows` and the router's product in one: parts [splits, R, E] F32, a sum for each CHANNELS channels.
+
+    gate [E, D] BF16. Grid: tiles of EXPERTS experts and one more, whose programs round; parts; tiles of ROWS rows.
+    Launched in the ordinary way: a collective may stand ahead (``dependent_launch``).
+    """
+    let_next_start()
+    split = tl.program_id(1)
+    expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
+    column = split * CHANNELS + tl.arange(0, CHANNELS)
+    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    inside = column < channels
+    wanted = (expert < experts)[:, None] & inside[None, :]
+    weights = tl.load(gate + expert[:, None] * channels + column[None, :], mask=wanted, other=0.0)
+    here = row < rows
+    source = x + row[:, None].to(tl.int64) * channels + column[None, :]
+    values = tl.load(source, mask=here[:, None] & inside[None, :], other=0.0)
+    if tl.program_id(0) < tl.num_programs(0) - 1:
+        total = multiply(weights, tl.trans(values))
+        place = parts + (split * rows + row)[None, :].to(tl.int64) * experts + expert[:, None]
+        tl.store(place, total, mask=(expert < experts)[:, None] & here[None, :])
+    else:
+        groups = tl.reshape(values.to(tl.float32), [ROWS * (CHANNELS // GROUP), GROUP, 1])
+        scaled = tl.reshape(round_q8_groups(groups) * SHIFT, [ROWS, CHANNELS])
+        ordered = in_fragment_order(scaled).to(rounded.dtype.element_ty)
+        target = rounded + row[:, None].to(tl.int64) * padded + column[None, :]
+        tl.store(target, ordered, mask=here[:, None] & (column < padded)[None, :])
+        if (split == 0) & (tl.program_id(2) == 0):
+            number = tl.arange(0, RESIDENT)
+            tl.store(counts + number, tl.zeros([RESIDENT], tl.int32), mask=number < resident)
+
+
+@triton.jit
+def multiply(weights: tl.tensor, x: tl.tensor) -> tl.tensor:
+    return tl.dot(weights, x)
+
+
+@triton.jit
+def better(
+    key: tl.tensor,
+    expert: tl.tensor,
+    score: tl.tensor,
+    other_key: tl.tensor,
+    other_expert: tl.tensor,
+    other_score: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Whichever has the larger key, of equal ones the lower number."""
+    first = (key > other_key) | ((key == other_key) & (expert < other_expert))
+    return tl.where(first, key, other_key), tl.where(first, expert, other_expert), tl.where(first, score, other_score)
+
+
+@triton.jit(do_not_specialize=["rows", "first_expert"])
 def route(
-    logits: tl.tensor,
+    parts: tl.tensor,
     live: tl.tensor,
     image: tl.tensor,
     bias: tl.tensor,
@@ -86,18 +169,26 @@ def route(
     ROWS: tl.constexpr,
     EXPERTS: tl.constexpr,
     CHOICES: tl.constexpr,
+    PARTS: tl.constexpr,
+    COUNT: tl.constexpr,
 ) -> None:
     """As ``experts.choose_experts``, with the numbers of resident experts alone.
 
-    logits [R, E] F32, live and image [R] uint8, bias and bias_vl [E] F32 -> chosen [R, top_k] int32, from 0 for
-    first_expert, -1 on dead rows and for experts of others; weights [R, top_k] F32; pairs of each resident expert are
-    added to counts [resident] int32. Capitals are powers of two: ROWS rows a program, the others pad.
+    parts [PARTS, R, E] F32, whose sums in this order are the logits, live and image [R] uint8, bias and bias_vl [E] F32
+    -> chosen [R, top_k] int32, from 0 for first_expert, -1 on dead rows and for experts of others; weights [R, top_k]
+    F32; with COUNT, pairs of each resident expert are added to counts [resident] int32. Powers of two: ROWS rows a
+    program, EXPERTS and CHOICES pad.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = row < rows
     expert = tl.arange(0, EXPERTS)
     known = there[:, None] & (expert < experts)[None, :]
-    given = tl.load(logits + row[:, None].to(tl.int64) * experts + expert[None, :], mask=known, other=0.0)
+    let_next_start()
+    wait_for_ahead()
+    place = row[:, None].to(tl.int64) * experts + expert[None, :]
+    given = tl.load(parts + place, mask=known, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        given += tl.load(parts + part * rows * experts + place, mask=known, other=0.0)
     scores = tl.sqrt_rn(tl.where(given > 20.0, given, libdevice.log1p(libdevice.exp(given))))
     offset = tl.load(bias + expert, mask=expert < experts, other=0.0)[None, :]
     if vision:
@@ -110,10 +201,10 @@ def route(
     numbers = tl.full([ROWS, CHOICES], -1, tl.int32)
     taken = tl.zeros([ROWS, CHOICES], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
+    number = tl.broadcast_to(expert[None, :], [ROWS, EXPERTS])
     for k in tl.static_range(top_k):
-        best = tl.argmax(keys, axis=1, tie_break_left=True)
+        _, best, score = tl.reduce((keys, number, scores), 1, better)
         mine = expert[None, :] == best[:, None]
-        score = tl.sum(tl.where(mine, scores, 0.0), axis=1)
         total = total + score
         numbers = tl.where((choice == k)[None, :], best[:, None], numbers)
         taken = tl.where((choice == k)[None, :], score[:, None], taken)
@@ -128,7 +219,8 @@ def route(
     written = there[:, None] & (choice < top_k)[None, :]
     tl.store(chosen + place, local, mask=written)
     tl.store(weights + place, taken, mask=written)
-    tl.atomic_add(counts + tl.maximum(local, 0), 1, mask=mine, sem="relaxed")
+    if COUNT:
+        tl.atomic_add(counts + tl.maximum(local, 0), 1, mask=mine, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["given", "resident"])

@@ -1,13 +1,14 @@
 """How the products of ``experts`` are cut on an H200, by the rows that an expert gets on average.
 
 Few rows are a matter of memory: an expert's weights are read once if its rows fit into one tile, and many loads must be
-on their way. Many rows are a matter of tensor cores: whole tiles of 128 rows, and small tiles for what is left of an
-expert, since a tile costs what its rows cost, whether there are pairs on them or not.
+on their way. Of a few rows, one or two experts' weights are all that is read, and tiles must be so small that these
+occupy the whole device. Many rows are a matter of tensor cores: whole tiles of 128 rows, and small tiles for what is
+left of an expert, since a tile costs what its rows cost, whether there are pairs on them or not.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +66,43 @@ TILES = {
     )
 }
 """By their rows."""
+_SPARSE = replace(TILES[16], outputs=128)
+"""Where an expert has one or two rows: smaller tiles are shared out more evenly."""
+_SPARSE_ROWS = 2
+MOST_SCORED = 128
+"""Rows of a step up to which the router's product is one kernel with the rounding of rows; beyond, a library's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FewRows:
+    """How the products of a few rows run (``expert_few_kernels``): nearly all of it is waiting for weights."""
+
+    rows: int
+    """The most of a step. A tile has 16 columns, some for each part: of one row in 8 parts half of them are empty."""
+    gate_and_up: int
+    """Parts that the inputs of a tile are split into; times ``rows`` no more than 16, the columns of a tile."""
+    down: int
+    """The same of the second product."""
+    by_rows: bool
+    """Down products and the sum over choices in one kernel, each row for itself; else each expert for itself."""
+
+
+PLACES = 64
+"""Weight rows of a tile: channels times parts. 16 for each of four warps."""
+FEW = Launch(warps=4, stages=3, programs=3)
+"""Of all products of a few rows."""
+FEW_ROWS = (
+    FewRows(rows=1, gate_and_up=8, down=4, by_rows=True),
+    FewRows(rows=4, gate_and_up=4, down=4, by_rows=True),
+    FewRows(rows=8, gate_and_up=2, down=2, by_rows=False),
+    FewRows(rows=16, gate_and_up=1, down=1, by_rows=False),
+)
+"""More rows are put in order of their experts."""
+
+
+def choose_few(rows: int) -> FewRows | None:
+    """None where R rows are not few."""
+    return next((form for form in FEW_ROWS if rows <= form.rows), None)
 
 
 def choose_tiles(rows: int, top_k: int, experts: int) -> tuple[Tile, Tile | None]:
@@ -73,6 +111,8 @@ def choose_tiles(rows: int, top_k: int, experts: int) -> tuple[Tile, Tile | None
     The latter are None where an expert's rows seldom fill more than one tile.
     """
     average = rows * top_k / experts
+    if average <= _SPARSE_ROWS:
+        return _SPARSE, None
     for largest, tile, tail in ((9, 16, 0), (20, 32, 0), (48, 64, 0), (96, 64, 32)):
         if average <= largest:
             return TILES[tile], TILES[tail] if tail else None

@@ -13,15 +13,22 @@ from octavo.kernels.experts import experts
 from octavo.kernels.operator import ModelWidths
 from octavo.kernels.quantise import GROUP_Q4MX
 from octavo.kernels.torch_backend.f32_product import f32_product
-from octavo.kernels.triton_backend.device import multiprocessors
+from octavo.kernels.triton_backend.expert_few import (
+    multiply_down_and_sum,
+    multiply_down_few,
+    multiply_gate_and_up_few,
+)
+from octavo.kernels.triton_backend.expert_launches import COLUMNS, padded_width, programs, scale_words, words
 from octavo.kernels.triton_backend.expert_products import LARGEST_SCALE, down, gate_and_up, sum_pairs
-from octavo.kernels.triton_backend.expert_routing import BLOCK, place_pairs, round_rows, route
-from octavo.kernels.triton_backend.expert_tiles import Tile, choose_tiles
+from octavo.kernels.triton_backend.expert_routing import BLOCK, place_pairs, round_rows, route, score_rows
+from octavo.kernels.triton_backend.expert_tiles import MOST_SCORED, Tile, choose_few, choose_tiles
 
-_BLOCK = BLOCK.value
-"""Channels that fragment order permutes; inputs of products are padded to a multiple."""
-_COLUMNS = 1024
 _ROUTED_ROWS = 4
+"""Of a program; one alone where the router's product comes in parts that it must add first."""
+_SCORED_ROWS = 16
+_SCORED_EXPERTS = 64
+_SCORED_CHANNELS = 256
+"""Of a program: all multiprocessors read a part of the router's weights."""
 _MOST_PAIRS_AT_ONCE = 8192
 
 
@@ -72,9 +79,9 @@ def experts_triton(
 ) -> Tensor:
     """As the reference on BF16 rows, but the sum over experts is F32: [R, D] F32, a partial sum.
 
-    The router's product is the backend ``torch``'s, so both choose the same experts. Pairs of row and resident expert
-    are put in order on the device; weights of experts that nobody chose are not read. Scales and inputs that the
-    products can bear: ``expert_products``.
+    The router's product has F32 sums, as the backend ``torch``'s has; of many rows it is the same. Pairs of row and
+    resident expert are put in order on the device unless they are few; weights of experts that nobody chose are not
+    read. Scales and inputs that the products can bear: ``expert_products``.
     """
     if x.dtype != torch.bfloat16:
         raise TypeError(
@@ -83,10 +90,21 @@ def experts_triton(
     if x.shape[0] == 0:
         return x.float()
     x = x.contiguous()
-    rounded, counts = round_inputs(x, w1.shape[0])
-    logits = f32_product(x, gate)
-    chosen, weights = choose(logits, live, image, bias, bias_vl, counts, first_expert, top_k, route_scale)
-    work = place(chosen, counts, *choose_tiles(x.shape[0], top_k, gate.shape[0]))
+    rows, resident = x.shape[0], w1.shape[0]
+    if rows <= MOST_SCORED:
+        rounded, logits, counts = round_and_score(x, gate, resident)
+    else:
+        rounded, counts = round_inputs(x, resident)
+        logits = f32_product(x, gate)
+    form = choose_few(rows)
+    routing = live, image, bias, bias_vl, counts, first_expert, top_k, route_scale
+    chosen, weights = choose(logits, *routing, count=form is None)
+    if form is not None:
+        hidden = multiply_gate_and_up_few(form, rounded, chosen, weights, w1, s1, w3, s3, limit)
+        if form.by_rows:
+            return multiply_down_and_sum(form, hidden, chosen, w2, s2)
+        return sum_results(chosen, multiply_down_few(form, hidden, chosen, w2, s2))
+    work = place(chosen, counts, *choose_tiles(rows, top_k, gate.shape[0]))
     hidden = multiply_gate_and_up(rounded, weights, work, w1, s1, w3, s3, limit)
     return sum_results(chosen, multiply_down(hidden, work, w2, s2))
 
@@ -105,20 +123,51 @@ class Work:
 def round_inputs(x: Tensor, resident: int) -> tuple[Tensor, Tensor]:
     """x [R, D] BF16 -> rounded [R, D up to 128] BF16 in fragment order, zeros [resident] int32."""
     rows, channels = x.shape
-    padded = -(-channels // _BLOCK) * _BLOCK
+    padded = padded_width(channels)
     rounded = x.new_empty(rows, padded)
     counts = torch.empty(resident, dtype=torch.int32, device=x.device)
-    round_rows[(rows, triton.cdiv(padded, _COLUMNS))](
+    round_rows[(rows, triton.cdiv(padded, COLUMNS))](
         x,
         rounded,
         counts,
         channels,
         padded,
         resident,
-        COLUMNS=_COLUMNS,
+        COLUMNS=COLUMNS,
         RESIDENT=triton.next_power_of_2(resident),
     )
     return rounded, counts
+
+
+def round_and_score(x: Tensor, gate: Tensor, resident: int) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`round_inputs`, and between its two results the router's product in parts: [S, R, E] F32.
+
+    gate [E, D] BF16. For few rows alone: each part is written and read again.
+    """
+    rows, channels = x.shape
+    experts_in_all = gate.shape[0]
+    padded = padded_width(channels)
+    splits = triton.cdiv(channels, _SCORED_CHANNELS)
+    rounded = x.new_empty(rows, padded)
+    parts = torch.empty(splits, rows, experts_in_all, dtype=torch.float32, device=x.device)
+    counts = torch.empty(resident, dtype=torch.int32, device=x.device)
+    score_rows[(triton.cdiv(experts_in_all, _SCORED_EXPERTS) + 1, splits, triton.cdiv(rows, _SCORED_ROWS))](
+        x,
+        gate.contiguous(),
+        rounded,
+        parts,
+        counts,
+        rows,
+        channels,
+        padded,
+        experts_in_all,
+        resident,
+        ROWS=_SCORED_ROWS,
+        EXPERTS=_SCORED_EXPERTS,
+        CHANNELS=_SCORED_CHANNELS,
+        RESIDENT=triton.next_power_of_2(resident),
+    )
+    return rounded, parts, counts
 
 
 def choose(
@@ -131,16 +180,20 @@ def choose(
     first_expert: int,
     top_k: int,
     route_scale: float,
+    count: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Local numbers of the experts of each row [R, top_k] int32, -1 if they are not here, and their weights F32.
 
-    logits [R, E] F32; the pairs of each resident expert are added to counts [n] int32.
+    logits [R, E] F32, or [S, R, E] in parts that add up to them; counts [n] int32, to which ``count`` adds the pairs of
+    each resident expert.
     """
-    rows, experts_in_all = logits.shape
-    chosen = torch.empty(rows, top_k, dtype=torch.int32, device=logits.device)
-    weights = torch.empty(rows, top_k, dtype=torch.float32, device=logits.device)
-    route[(triton.cdiv(rows, _ROUTED_ROWS),)](
-        logits,
+    parts = logits if logits.dim() == 3 else logits.unsqueeze(0)
+    splits, rows, experts_in_all = parts.shape
+    chosen = torch.empty(rows, top_k, dtype=torch.int32, device=parts.device)
+    weights = torch.empty(rows, top_k, dtype=torch.float32, device=parts.device)
+    at_once = _ROUTED_ROWS if splits == 1 else 1
+    route[(triton.cdiv(rows, at_once),)](
+        parts,
         live.contiguous().view(torch.uint8),
         image.contiguous().view(torch.uint8),
         bias,
@@ -155,10 +208,13 @@ def choose(
         route_scale,
         top_k=top_k,
         vision=bias_vl is not None,
-        ROWS=_ROUTED_ROWS,
+        ROWS=at_once,
         EXPERTS=triton.next_power_of_2(experts_in_all),
         CHOICES=triton.next_power_of_2(top_k),
+        PARTS=splits,
+        COUNT=count,
         enable_reflect_ftz=False,  # torch's logarithm of small numbers keeps their bits
+        launch_pdl=True,
     )
     return chosen, weights
 
@@ -197,16 +253,16 @@ def multiply_gate_and_up(
     rounded as :func:`round_inputs` gives it, weights [R, top_k] F32; matrices [n, I, D/2] packed, scales [n, I, D/32].
     """
     inner, channels = w1.shape[1], 2 * w1.shape[2]
-    blocks = triton.cdiv(inner, _BLOCK)
-    hidden = rounded.new_empty(work.order.shape[0], blocks * _BLOCK)
+    padded = padded_width(inner)
+    hidden = rounded.new_empty(work.order.shape[0], padded)
     for tile, table, count in work.parts:
         launch = tile.gate_and_up
-        gate_and_up[_programs(launch.programs, table.shape[0] * blocks, hidden.device)](
+        gate_and_up[programs(launch.programs, table.shape[0] * (padded // BLOCK.value), hidden.device)](
             rounded,
-            _words(w1),
-            _scale_words(s1),
-            _words(w3),
-            _scale_words(s3),
+            words(w1),
+            scale_words(s1),
+            words(w3),
+            scale_words(s3),
             work.order,
             weights,
             table,
@@ -235,10 +291,10 @@ def multiply_down(hidden: Tensor, work: Work, w2: Tensor, s2: Tensor) -> Tensor:
     results = hidden.new_empty(hidden.shape[0], channels)
     for tile, table, count in work.parts:
         launch = tile.down
-        down[_programs(launch.programs, table.shape[0] * triton.cdiv(channels, tile.outputs), hidden.device)](
+        down[programs(launch.programs, table.shape[0] * triton.cdiv(channels, tile.outputs), hidden.device)](
             hidden,
-            _words(w2),
-            _scale_words(s2),
+            words(w2),
+            scale_words(s2),
             work.order,
             table,
             count,
@@ -260,20 +316,7 @@ def sum_results(chosen: Tensor, results: Tensor) -> Tensor:
     """The results [P, D] of the pairs that are resident (chosen [R, top_k] >= 0), added in their order: [R, D] F32."""
     (rows, top_k), channels = chosen.shape, results.shape[1]
     total = torch.empty(rows, channels, dtype=torch.float32, device=results.device)
-    sum_pairs[(rows, triton.cdiv(channels, _COLUMNS))](chosen, results, total, channels, top_k=top_k, COLUMNS=_COLUMNS)
+    sum_pairs[(rows, triton.cdiv(channels, COLUMNS))](
+        chosen, results, total, channels, top_k=top_k, COLUMNS=COLUMNS, launch_pdl=True
+    )
     return total
-
-
-def _programs(at_once: int, tasks: int, device: torch.device) -> tuple[int]:
-    """Enough programs to fill the device; each takes one task after the other."""
-    return (min(tasks, at_once * multiprocessors(device)),)
-
-
-def _words(packed: Tensor) -> Tensor:
-    """Eight codes a word: [..., C/2] uint8 -> [..., C/8] int32, the same memory."""
-    return packed.contiguous().view(torch.int32)
-
-
-def _scale_words(scales: Tensor) -> Tensor:
-    """Four scales a word where rows have whole words: [..., C/32] uint8 -> [..., C/128] int32, the same memory."""
-    return scales.contiguous().view(torch.int32) if scales.shape[-1] % 4 == 0 else scales.contiguous()
