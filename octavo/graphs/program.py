@@ -174,7 +174,9 @@ class Program:
         return tuple(self._launches[bucket])
 
     def close(self) -> None:
-        """Give the graphs up; nothing is replayed afterwards. NCCL ends no group whose collectives a graph still holds.
+        """Give the graphs up; nothing is replayed afterwards.
+
+        NCCL ends no group while a graph holds one of its collectives.
         """
         self._launches.clear()
 

@@ -54,11 +54,13 @@ def assert_equal(assembly: Assembly, ids: list[int], whole: list[Tensor], sizes:
         assert torch.equal(ours, theirs), (len(ids), sizes, place)
 
 
-def test_chunk_sizes(assembly: Assembly, report_count: ReportCount) -> None:
-    ids = prompt(131, seed=1)
-    whole = outcome(assembly, ids, [len(ids)])
-    for size in CHUNKS:
-        assert_equal(assembly, ids, whole, chunks_of(len(ids), size))
+def test_chunk_sizes(assembly: Assembly, report_count: ReportCount, long_form: bool) -> None:
+    """Over one border of pages in the smallest chunks, over two in the others, and in the long form in all."""
+    for length, sizes in ((67, () if long_form else CHUNKS[:3]), (131, CHUNKS if long_form else CHUNKS[3:])):
+        ids = prompt(length, seed=1)
+        whole = outcome(assembly, ids, [length])
+        for size in sizes:
+            assert_equal(assembly, ids, whole, chunks_of(length, size))
     report_count("prefills in chunks equal to whole ones", len(CHUNKS))
 
 
