@@ -15,7 +15,7 @@ from octavo.kernels.embed import embed_tokens
 from octavo.kernels.engram import engram_gate, engram_hash, engram_lookup, token_classes
 from octavo.kernels.experts import combine, experts, shared_expert
 from octavo.kernels.linear import grouped_linear, linear, linear_f8, linear_f32
-from octavo.kernels.mhc import mhc_collapse, mhc_expand, mhc_mix, stream_mean
+from octavo.kernels.mhc import mhc_collapse, mhc_expand, mhc_mix, mhc_site, stream_mean
 from octavo.kernels.norm import rms_norm
 from octavo.kernels.operator import OPERATORS
 from octavo.kernels.publish import publish
@@ -40,6 +40,7 @@ __all__ = [
     "mhc_collapse",
     "mhc_expand",
     "mhc_mix",
+    "mhc_site",
     "publish",
     "rms_norm",
     "select",

@@ -102,6 +102,70 @@ def _mhc_expand(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tenso
     return streams.new_empty(streams.shape)
 
 
+@operator(
+    arguments={
+        "streams": Need.ROWS,
+        "y": Need.ROWS,
+        "post": Need.ROWS,
+        "comb": Need.ROWS,
+        "pre": Need.ROWS,
+        "weight": Need.ANY,
+        "fn": Need.ANY,
+        "scale": Need.ANY,
+        "base": Need.ANY,
+    },
+    results=(CARRIED, CARRIED, CARRIED, CARRIED, CARRIED),
+    source="spec/model.md 3.2",
+)
+def mhc_site(
+    streams: Tensor,
+    y: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    pre: Tensor,
+    weight: Tensor,
+    collapse_epsilon: float,
+    fn: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    iterations: int,
+    epsilon: float,
+    norm_epsilon: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What stands between two sublayers: the output y of one into the streams, the input of the next out of them.
+
+    Arguments of ``mhc_expand`` (streams, y, post, comb), of ``mhc_collapse`` (pre, weight and its epsilon) and of
+    ``mhc_mix`` (fn and what follows) -> new streams [R, S, D], the next input [R, D], and the coefficients of the next
+    site: pre [R, S], post [R, S], comb [R, source, destination].
+    """
+    expanded = mhc_expand.reference(streams, y, post, comb)
+    x = mhc_collapse.reference(expanded, pre, weight, collapse_epsilon)
+    return expanded, x, *mhc_mix.reference(expanded, fn, scale, base, iterations, epsilon, norm_epsilon)
+
+
+@mhc_site.fake
+def _mhc_site(
+    streams: Tensor,
+    y: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    pre: Tensor,
+    weight: Tensor,
+    collapse_epsilon: float,
+    fn: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    iterations: int,
+    epsilon: float,
+    norm_epsilon: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return (
+        _mhc_expand(streams, y, post, comb),
+        _mhc_collapse(streams, pre, weight, collapse_epsilon),
+        *_mhc_mix(streams, fn, scale, base, iterations, epsilon, norm_epsilon),
+    )
+
+
 @operator(arguments={"streams": Need.ROWS}, results=(CARRIED,), source="spec/model.md 3.13", compilable=True)
 def stream_mean(streams: Tensor) -> Tensor:
     """Mean over the streams, what drafts read: [R, S, D] -> [R, D] in streams' dtype."""

@@ -1,4 +1,4 @@
-"""Pass 6: where a captured segment has to end, and why.
+"""Pass 7: where a captured segment has to end, and why.
 
 Every operator whose chosen backend cannot be captured on this device is a *break*, collectives that cannot are
 instructions of their own, everything else belongs to *segments*. Neighbours of one kind merge; the order of nodes never

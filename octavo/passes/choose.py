@@ -1,4 +1,4 @@
-"""Pass 2: every operator call is directed to the backend that was chosen for it.
+"""Pass 3: every operator call is directed to the backend that was chosen for it.
 
 A backend is an overload of its operator, so from here on the graph says what runs. Values change where a backend gives
 another dtype than the reference does (a sum over experts is F64 there and F32 elsewhere).

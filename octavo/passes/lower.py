@@ -1,4 +1,4 @@
-"""Pass 9: a flat list of instructions, each with the provenance of everything that it reads."""
+"""Pass 10: a flat list of instructions, each with the provenance of everything that it reads."""
 
 from __future__ import annotations
 

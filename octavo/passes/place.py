@@ -1,4 +1,4 @@
-"""Pass 4: context and expert parallelism as placement propagation.
+"""Pass 5: context and expert parallelism as placement propagation.
 
 Placements flow from the inputs through every node by rule; where an operator's contract asks for rows in another
 placement than a value has, a collective is inserted: a shard, a gather in global order, a rank-major gather, or a

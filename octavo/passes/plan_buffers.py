@@ -1,4 +1,4 @@
-"""Pass 7: a named static buffer for every value that crosses a boundary between pieces.
+"""Pass 8: a named static buffer for every value that crosses a boundary between pieces.
 
 A buffer has one writer, its readers, a life from the one to the last of the others, a policy for dead rows, and a place
 in storage that it shares with buffers of disjoint lives. It is allocated once at the largest bucket and sliced.

@@ -1,4 +1,4 @@
-"""Pass 5: fake values again, after placement has changed how many rows a value has on a rank."""
+"""Pass 6: fake values again, after placement has changed how many rows a value has on a rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pass 10: provenance. From the lowered program and the contracts, never from the planner's own tables.
+"""Pass 11: provenance. From the lowered program and the contracts, never from the planner's own tables.
 
 It walks the instructions as the executor will and checks that every captured segment reads weights, pools and static
 buffers alone; that a buffer is written once, before it is read, and still holds its value then; that every dead row

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from octavo.passes.base import Compilation, GraphError, Pass, PassContext, PassReport
 from octavo.passes.breaks import Breaks
 from octavo.passes.choose import Choose
+from octavo.passes.fuse import Fuse
 from octavo.passes.lower import Lower
 from octavo.passes.normalise import Normalise
 from octavo.passes.place import Place
@@ -37,6 +38,7 @@ def all_passes() -> list[Pass]:
     """The passes in order. ``lower`` comes before ``prove``, which judges what it made."""
     return [
         Normalise(),
+        Fuse(),
         Choose(),
         Verify(),
         Place(),

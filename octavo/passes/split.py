@@ -1,4 +1,4 @@
-"""Pass 8: each piece becomes a graph of its own, with weights, pools and static buffers as inputs.
+"""Pass 9: each piece becomes a graph of its own, with weights, pools and static buffers as inputs.
 
 Pieces of equal text are one module, so forty equal layers cost one. Within a segment, the calls of compilable backends
 are *regions*: what a compiler would be given, counted by text. Reference backends are defined to the bit, which no

@@ -1,4 +1,4 @@
-"""Pass 3, and after every pass: known operators, honest shapes, reads and writes of pools in the order they need."""
+"""Pass 4, and after every pass: known operators, honest shapes, reads and writes of pools in the order they need."""
 
 from __future__ import annotations
 

@@ -29,7 +29,10 @@ from octavo.model.random_weights import randomise
 from octavo.passes.base import Compilation, InputKind
 from tests.graphs.mini_program import TOP, compiled, export, fabricated, prepared, write_dump
 
-PASSES = ("normalise", "choose", "verify", "place", "propagate", "breaks", "plan_buffers", "split", "lower", "prove")
+PASSES = (
+    *("normalise", "fuse", "choose", "verify", "place", "propagate", "breaks", "plan_buffers", "split", "lower"),
+    "prove",
+)
 Dump = tuple[Path, Facts, Compilation]
 
 

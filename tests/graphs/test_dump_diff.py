@@ -99,8 +99,8 @@ def set_field(*path: str | int, value: Any) -> Callable[[Any], None]:
         (set_field("buckets", 2, "buffer_bytes", value=7), "buffers in the bucket of 4 rows: "),
         (set_field("kinds", 0, "digest", value="0"), "the same operators in the same layers"),
         (set_field("kinds", 0, "count", value=9), "kind S1, count: 1 -> 9"),
-        (set_field("passes", 4, "name", value="spread"), "passes, only in A: place"),
-        (set_field("passes", 4, "difference", value="+1"), "pass place did: "),
+        (set_field("passes", 5, "name", value="spread"), "passes, only in A: place"),
+        (set_field("passes", 5, "difference", value="+1"), "pass place did: "),
         (set_field("results", value=["x"]), "differs in results of report.json"),
     ],
 )
@@ -191,7 +191,7 @@ def test_a_program_that_only_one_has(dumps: Path, tmp_path: Path) -> None:
 def test_a_graph_that_changed_alone(dumps: Path, tmp_path: Path) -> None:
     """The reports are equal, a text is not."""
     shutil.copytree(dumps / "one", tmp_path / "changed")
-    file = tmp_path / "changed" / "body" / "passes" / "10_prove.txt"
+    file = tmp_path / "changed" / "body" / "passes" / "11_prove.txt"
     text = file.read_text()
     assert text.count(" epsilon=1e-20") > 1
     file.write_text(text.replace(" epsilon=1e-20", " epsilon=0.5", 1))
@@ -205,7 +205,7 @@ def test_graphs_are_read_back(dumps: Path, ranks: int) -> None:
     """Name, operator, arguments and shapes of every node, from the text."""
     program, _ = compiled(ranks, True, source=export(LAYERS))
     expected = describe(program.compilation)
-    found = read_graph(dumps / {1: "one", 4: "four"}[ranks] / "body" / "passes" / "10_prove.txt")
+    found = read_graph(dumps / {1: "one", 4: "four"}[ranks] / "body" / "passes" / "11_prove.txt")
     assert found.canonical() == expected.canonical() and len(found.calls) > 60
     assert [node.arguments for node in found.calls] == [node.arguments for node in expected.calls]
     assert any(note[0] == "placement" for node in found.calls for note in node.notes)

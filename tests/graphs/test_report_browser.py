@@ -72,7 +72,7 @@ def test_everything_is_drawn(page: Browser, dump: Dump) -> None:
     assert count(page, "#bucket-chart .column") == len(report["buckets"])
     assert count(page, "#collective-list tbody tr") == len(report["collectives"]) == 30
     assert count(page, "#kind-table tbody tr") == len(report["kinds"])
-    assert count(page, "#pass-list .pass") == len(report["passes"]) == 11
+    assert count(page, "#pass-list .pass") == len(report["passes"]) == 12
     assert count(page, "#replays .item") == 3 and count(page, "#replays .item.bad") == 1
     assert "not replayed: beyond the largest bucket" in words(page, "#replays table")
     assert "steps that took it" in words(page, "#bucket-chart")

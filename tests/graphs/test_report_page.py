@@ -105,7 +105,7 @@ def test_the_page_holds_the_facts(dump: tuple[Path, dict[str, Facts]]) -> None:
         assert shown == json.loads(json.dumps(report))
         assert island["timings"][name] == json.loads((directory / name / "timings.json").read_text())
         differences = {entry["name"]: entry["diff"] for entry in report["passes"] if entry["diff"]}
-        assert len(differences) == 10 and island["differences"][name].keys() == differences.keys()
+        assert len(differences) == 11 and island["differences"][name].keys() == differences.keys()
         for each, file in differences.items():
             assert island["differences"][name][each] == (directory / name / file).read_text()
     assert island["replays"] == []

@@ -344,6 +344,18 @@ def mhc_expand(draw: Draw) -> Arguments:
     }
 
 
+@case(kernels.mhc_site)
+def mhc_site(draw: Draw) -> Arguments:
+    collapse, mix = mhc_collapse(draw), mhc_mix(draw)
+    return {
+        **mhc_expand(draw),
+        "pre": collapse["pre"],
+        "weight": collapse["weight"],
+        "collapse_epsilon": EPSILON,
+        **{name: value for name, value in mix.items() if name != "streams"},
+    }
+
+
 @case(kernels.stream_mean)
 def stream_mean(draw: Draw) -> Arguments:
     return {"streams": draw.rows(draw.size.streams, draw.size.hidden)}

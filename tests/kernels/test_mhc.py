@@ -8,8 +8,10 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo.kernels.mhc import collapse, split_mixes
+from tests.kernels.batches import random_batch
 from tests.kernels.calls import same_bits
-from tests.kernels.cases import EPSILON
+from tests.kernels.cases import CASES, EPSILON
+from tests.kernels.draw import WIDE
 from tests.kernels.goldens import mini_weights, tensors
 
 UNIT = tensors("kernels")
@@ -90,6 +92,19 @@ def test_collapse_rounds_once() -> None:
     streams = torch.tensor([256.0, 1.0, 1.0, 0.0]).view(1, 4, 1).bfloat16()
     assert collapse(streams, torch.ones(1, 4)).tolist() == [[258.0]]
     assert kernels.stream_mean(4 * streams).tolist() == [[258.0]]
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+@pytest.mark.parametrize("rows", (0, 1, 19))
+def test_a_site_is_its_three_parts(rows: int, dtype: torch.dtype) -> None:
+    """The streams are rounded before they are mixed and collapsed, and to the bit."""
+    given = next(case for case in CASES if case.name == "mhc_site").arguments(random_batch(rows, seed=1), WIDE, dtype)
+    streams = kernels.mhc_expand(*(given[name] for name in ("streams", "y", "post", "comb")))
+    x = kernels.mhc_collapse(streams, *(given[name] for name in ("pre", "weight", "collapse_epsilon")))
+    settings = ("fn", "scale", "base", "iterations", "epsilon", "norm_epsilon")
+    mixed = kernels.mhc_mix(streams, *(given[name] for name in settings))
+    for found, wanted in zip(kernels.mhc_site(**given), (streams, x, *mixed), strict=True):
+        assert found.dtype == wanted.dtype and same_bits(found, wanted)
 
 
 def entering(layer: int) -> Tensor:

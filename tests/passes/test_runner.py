@@ -11,7 +11,10 @@ from octavo.passes.base import Compilation, GraphError, PassContext, PassReport
 from octavo.passes.runner import all_passes, run_passes
 from tests.passes.compiled import fresh, layer_nodes
 
-ORDER = ["normalise", "choose", "verify", "place", "propagate", "breaks", "plan_buffers", "split", "lower", "prove"]
+ORDER = [
+    *("normalise", "fuse", "choose", "verify", "place", "propagate", "breaks", "plan_buffers", "split", "lower"),
+    "prove",
+]
 
 
 @dataclass
@@ -105,11 +108,11 @@ def test_errors_name_the_pass(step: str) -> None:
 
 def test_errors_name_node_and_layer() -> None:
     compilation = fresh()
-    run_passes(compilation, PassContext(), passes=all_passes()[:2])
+    run_passes(compilation, PassContext(), passes=all_passes()[:3])
     node = layer_nodes(compilation, "attend", 3)[0]
     node.target = torch.ops.aten.relu.default
     with pytest.raises(GraphError, match=rf"^pass verify: {node} \(layer 3\): aten.relu.default is neither"):
-        run_passes(compilation, PassContext(), passes=all_passes()[2:])
+        run_passes(compilation, PassContext(), passes=all_passes()[3:])
 
 
 def test_every_pass_is_followed_by_verification() -> None:
@@ -123,4 +126,4 @@ def test_every_pass_is_followed_by_verification() -> None:
             return PassReport(1)
 
     with pytest.raises(GraphError, match=r"pass reorders: attend\w* \(layer 5\): reads .* must stand before"):
-        run_passes(fresh(), PassContext(), passes=[*all_passes()[:4], Reorders("reorders", [])])
+        run_passes(fresh(), PassContext(), passes=[*all_passes()[:5], Reorders("reorders", [])])

@@ -3,7 +3,7 @@
 const FAMILIES = {
   attention: ["attend", "window_latent", "publish", "select", "select_candidates", "index_query", "commit_window"],
   experts: ["experts", "shared_expert", "combine"],
-  mhc: ["mhc_mix", "mhc_collapse", "mhc_expand", "stream_mean"],
+  mhc: ["mhc_site", "mhc_mix", "mhc_collapse", "mhc_expand", "stream_mean"],
   linear: ["linear", "linear_f8", "linear_f32", "grouped_linear"],
   norm: ["rms_norm"],
   engram: ["engram_gate", "engram_hash", "engram_lookup", "token_classes", "embed_tokens"],
@@ -13,7 +13,7 @@ const FAMILY_NAMES = {
   engram: "Engram and embedding", other: "other operators", between: "what lies between operators",
 };
 const WIDE = new Set(["attend", "experts", "shared_expert", "engram_gate", "engram_hash", "engram_lookup",
-  "embed_tokens", "window_latent", "index_query", "mhc_mix", "grouped_linear"]);
+  "embed_tokens", "window_latent", "index_query", "mhc_site", "mhc_mix", "grouped_linear"]);
 /** Operators that get more room, and those of them whose names are always written. */
 const WIDE_UNITS = 3;
 const NAMED = new Set(["attend", "experts", "shared_expert"]);
@@ -34,8 +34,8 @@ function tagFill(kind) {
 const callName = (call) => (call.region ? `${call.operator} (${call.region})` : call.operator ?? call.node);
 /** For cells of the picture; the detail has the whole names. */
 const SHORT = {
-  mhc_mix: "mix", grouped_linear: "grouped", shared_expert: "shared", window_latent: "latent", index_query: "query",
-  engram_gate: "engram", engram_hash: "hash", engram_lookup: "lookup", embed_tokens: "embed", commit_window: "commit",
+  mhc_site: "site", mhc_mix: "mix", grouped_linear: "grouped", shared_expert: "shared", window_latent: "latent",
+  index_query: "query", engram_gate: "engram", engram_hash: "hash", engram_lookup: "lookup", embed_tokens: "embed", commit_window: "commit",
   select_candidates: "candidates", "gather in global order": "gather", "gather rank by rank": "gather", "reduce-scatter": "reduce",
 };
 const shortName = (name) => SHORT[name] ?? name;

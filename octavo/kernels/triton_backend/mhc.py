@@ -63,8 +63,7 @@ def run(
         STAGES=form.stages,
         num_warps=form.warps,
     )
-    parts_at_once = triton.next_power_of_2(parts)
-    together = max(1, _SUMS_OF_A_PROGRAM // parts_at_once)
+    together, parts_at_once, warps = cut_sums(parts, count)
     finish_mix[(triton.cdiv(rows, together),)](
         sums,
         squares,
@@ -84,6 +83,13 @@ def run(
         PARTS=parts_at_once,
         STREAMS=triton.next_power_of_2(count),
         MIXES=padded,
-        num_warps=4 if parts > _SUMS_OF_A_WARP and count in _STREAMS_OF_WARPS else 1,
+        num_warps=warps,
     )
     return pre, post, comb
+
+
+def cut_sums(parts: int, streams: int) -> tuple[int, int, int]:
+    """How sums of so many parts are added: rows of a program, parts that it takes at once, and its warps."""
+    parts_at_once = triton.next_power_of_2(parts)
+    warps = 4 if parts > _SUMS_OF_A_WARP and streams in _STREAMS_OF_WARPS else 1
+    return max(1, _SUMS_OF_A_PROGRAM // parts_at_once), parts_at_once, warps

@@ -106,6 +106,50 @@ def finish_mix(
     PARTS not below ``parts``, STREAMS not below S.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    finish_coefficients(
+        sums,
+        squares,
+        scale,
+        base,
+        pre,
+        post,
+        comb,
+        row,
+        rows,
+        parts,
+        epsilon,
+        norm_epsilon,
+        channels,
+        streams,
+        iterations,
+        PARTS,
+        STREAMS,
+        MIXES,
+    )
+
+
+@triton.jit
+def finish_coefficients(
+    sums,
+    squares,
+    scale,
+    base,
+    pre,
+    post,
+    comb,
+    row,
+    rows,
+    parts,
+    epsilon,
+    norm_epsilon,
+    channels: tl.constexpr,
+    streams: tl.constexpr,
+    iterations: tl.constexpr,
+    PARTS: tl.constexpr,
+    STREAMS: tl.constexpr,
+    MIXES: tl.constexpr,
+) -> None:
+    """What :func:`finish_mix` does, for the rows that ``row`` numbers."""
     there = row < rows
     stream = tl.arange(0, STREAMS)
     beside = stream < streams

@@ -12,7 +12,7 @@ from octavo.runtime.bench_kernels.attend import attend_cases
 from octavo.runtime.bench_kernels.case import KernelCase
 from octavo.runtime.bench_kernels.experts import experts_cases
 from octavo.runtime.bench_kernels.linear import grouped_linear_cases, linear_cases, shared_expert_cases
-from octavo.runtime.bench_kernels.mhc import collapse_cases, expand_cases, linear_f32_cases, mix_cases
+from octavo.runtime.bench_kernels.mhc import collapse_cases, expand_cases, linear_f32_cases, mix_cases, site_cases
 from octavo.runtime.bench_kernels.prelude import (
     classes_cases,
     embed_cases,
@@ -22,6 +22,7 @@ from octavo.runtime.bench_kernels.prelude import (
 )
 from octavo.runtime.bench_kernels.publish import publish_cases
 from octavo.runtime.bench_kernels.select import select_cases
+from octavo.runtime.bench_kernels.window import window_cases
 
 OPERATOR_CASES: dict[str, Callable[[], Iterator[KernelCase]]] = {
     "attend": attend_cases,
@@ -30,11 +31,13 @@ OPERATOR_CASES: dict[str, Callable[[], Iterator[KernelCase]]] = {
     "grouped_linear": grouped_linear_cases,
     "shared_expert": shared_expert_cases,
     "linear_f32": linear_f32_cases,
+    "mhc_site": site_cases,
     "mhc_mix": mix_cases,
     "mhc_collapse": collapse_cases,
     "mhc_expand": expand_cases,
     "select": select_cases,
     "publish": publish_cases,
+    "commit_window": window_cases,
     "window_latent": latent_cases,
     "token_classes": classes_cases,
     "engram_hash": hash_cases,

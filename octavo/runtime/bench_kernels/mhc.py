@@ -17,13 +17,18 @@ from octavo.kernels.operator import Operator
 from octavo.runtime.bench_kernels.case import Call, KernelCase, Prepared, call_copy, copies_for
 
 _HIDDEN, _STREAMS, _MIXES, _EPSILON = 5120, 4, 24, 1e-6
-_ROWS = (1, 16, 128, 512, 2048, 8192)
+_ROWS = (1, 16, 64, 128, 512, 2048, 8192)
 _HEAD_ROWS = (1, 16, 128, 512)
 """Requests, not tokens."""
 _OUTPUTS = {"router": 384, "compressor": 512, "head": 129280}
 _MOST_COPIES = 32
 
 Inputs = Sequence[Mapping[str, Any]]
+
+
+def site_cases() -> Iterator[KernelCase]:
+    for rows in _ROWS:
+        yield KernelCase(f"{rows} rows", functools.partial(_prepare_site, rows))
 
 
 def mix_cases() -> Iterator[KernelCase]:
@@ -48,20 +53,45 @@ def linear_f32_cases() -> Iterator[KernelCase]:
 
 
 @torch.no_grad()
-def _prepare_mix(rows: int) -> Prepared:
-    moved = 2.0 * rows * _STREAMS * _HIDDEN + 4.0 * _MIXES * _STREAMS * _HIDDEN + 4.0 * rows * _MIXES
+def _prepare_site(rows: int) -> Prepared:
+    """Against the three operators that it stands for, each as the engine would run it."""
+    moved = 2.0 * rows * 2 * (_STREAMS + 1) * _HIDDEN + 4.0 * _MIXES * _STREAMS * _HIDDEN + 8.0 * rows * _MIXES
+    weights = [_mix_weights() for _ in range(copies_for(moved, _MOST_COPIES))]
     inputs = [
         {
-            "streams": _streams(rows),
-            "fn": torch.randn(_MIXES, _STREAMS * _HIDDEN, device="cuda") * (_STREAMS * _HIDDEN) ** -0.5,
-            "scale": torch.ones(3, device="cuda"),
-            "base": torch.randn(_MIXES, device="cuda"),
-            "iterations": 20,
-            "epsilon": _EPSILON,
-            "norm_epsilon": _EPSILON,
+            **_expand_inputs(rows),
+            "pre": torch.rand(rows, _STREAMS, device="cuda"),
+            "weight": torch.ones(_HIDDEN, dtype=torch.bfloat16, device="cuda"),
+            "collapse_epsilon": _EPSILON,
+            **own,
         }
-        for _ in range(copies_for(moved, _MOST_COPIES))
+        for own in weights
     ]
+    expand = _compiled(kernels.mhc_expand, "reference")
+    collapse = _compiled(kernels.mhc_collapse, "reference")
+    mix = kernels.mhc_mix.backends["triton"].overload
+
+    def three(number: int) -> object:
+        given = inputs[number]
+        streams = expand(*(given[name] for name in ("streams", "y", "post", "comb")))
+        mixed = mix(streams, **weights[number])
+        return streams, collapse(streams, given["pre"], given["weight"], _EPSILON), mixed
+
+    return Prepared(
+        variants={
+            "triton": functools.partial(call_copy, kernels.mhc_site.backends["triton"].overload, inputs),
+            "three operators": three,
+        },
+        copies=len(inputs),
+        operations=2.0 * rows * (_MIXES + 2 + _STREAMS) * _STREAMS * _HIDDEN,
+        bytes=moved,
+    )
+
+
+@torch.no_grad()
+def _prepare_mix(rows: int) -> Prepared:
+    moved = 2.0 * rows * _STREAMS * _HIDDEN + 4.0 * _MIXES * _STREAMS * _HIDDEN + 4.0 * rows * _MIXES
+    inputs = [{"streams": _streams(rows), **_mix_weights()} for _ in range(copies_for(moved, _MOST_COPIES))]
     return Prepared(
         variants={
             "triton": functools.partial(call_copy, kernels.mhc_mix.backends["triton"].overload, inputs),
@@ -91,15 +121,7 @@ def _prepare_collapse(rows: int) -> Prepared:
 @torch.no_grad()
 def _prepare_expand(rows: int) -> Prepared:
     moved = 2.0 * rows * (2 * _STREAMS + 1) * _HIDDEN
-    inputs = [
-        {
-            "streams": _streams(rows),
-            "y": torch.randn(rows, _HIDDEN, device="cuda").to(torch.bfloat16),
-            "post": torch.rand(rows, _STREAMS, device="cuda"),
-            "comb": torch.rand(rows, _STREAMS, _STREAMS, device="cuda"),
-        }
-        for _ in range(copies_for(moved, _MOST_COPIES))
-    ]
+    inputs = [_expand_inputs(rows) for _ in range(copies_for(moved, _MOST_COPIES))]
     return _by_inductor_alone(kernels.mhc_expand, inputs, 2.0 * rows * _STREAMS * (_STREAMS + 1) * _HIDDEN, moved)
 
 
@@ -131,6 +153,26 @@ def _prepare_linear_f32(rows: int, outputs: int) -> Prepared:
     )
 
 
+def _expand_inputs(rows: int) -> dict[str, Any]:
+    return {
+        "streams": _streams(rows),
+        "y": torch.randn(rows, _HIDDEN, device="cuda").to(torch.bfloat16),
+        "post": torch.rand(rows, _STREAMS, device="cuda"),
+        "comb": torch.rand(rows, _STREAMS, _STREAMS, device="cuda"),
+    }
+
+
+def _mix_weights() -> dict[str, Any]:
+    return {
+        "fn": torch.randn(_MIXES, _STREAMS * _HIDDEN, device="cuda") * (_STREAMS * _HIDDEN) ** -0.5,
+        "scale": torch.ones(3, device="cuda"),
+        "base": torch.randn(_MIXES, device="cuda"),
+        "iterations": 20,
+        "epsilon": _EPSILON,
+        "norm_epsilon": _EPSILON,
+    }
+
+
 def _streams(rows: int) -> Tensor:
     return torch.randn(rows, _STREAMS, _HIDDEN, device="cuda").to(torch.bfloat16)
 
@@ -145,5 +187,9 @@ def _by_inductor_alone(operator: Operator[..., object], inputs: Inputs, operatio
 
 
 def _by_inductor(operator: Operator[..., object], backend: str, inputs: Inputs) -> Call:
-    compiled: Callable[..., object] = torch.compile(operator.backends[backend].function, dynamic=True, fullgraph=True)
-    return functools.partial(call_copy, compiled, inputs)
+    return functools.partial(call_copy, _compiled(operator, backend), inputs)
+
+
+def _compiled(operator: Operator[..., object], backend: str) -> Callable[..., Any]:
+    compiled: Callable[..., Any] = torch.compile(operator.backends[backend].function, dynamic=True, fullgraph=True)
+    return compiled
