@@ -19,8 +19,12 @@ from octavo.runtime.config import EngineConfig
 from octavo.runtime.pools import PoolSizes
 from octavo.runtime.program_start import RESERVE
 from octavo.runtime.runner import Chunk, Runner
+from octavo.runtime.sampler import Draw, sample
+from octavo.runtime.sampling import SamplingParams
 
 _LOG = logging.getLogger("octavo.engine")
+_DRAW = Draw(SamplingParams(temperature=1.0, top_p=0.9, min_p=0.1), 0, 0, (0,), 1, ())
+"""With all that takes memory. It comes from another pool than a captured step's."""
 
 
 def with_measured_capacity(assembly: Assembly, config: EngineConfig) -> Assembly:
@@ -39,7 +43,8 @@ def with_measured_capacity(assembly: Assembly, config: EngineConfig) -> Assembly
 
 
 def step_memory(assembly: Assembly, rows: int) -> int:
-    """Bytes of static buffers, and :data:`RESERVE` times the peak of an eager step of ``rows`` rows, on the device."""
+    """Bytes of static buffers, :data:`RESERVE` times the peak of an eager step of ``rows`` rows, and what drawing the
+    tokens of as many answers takes, on the device."""
     device = assembly.device
     pages = pages_for(rows)
     slots = assembly.capacity.sizes.slots
@@ -63,9 +68,13 @@ def _measured(assembly: Assembly, rows: int) -> int:
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     hidden = runner.run([Chunk(slot=0, start=0, ids=[0] * rows)])
-    runner.logits(hidden, list(range(min(assembly.capacity.sizes.slots, rows))))
+    logits = runner.logits(hidden, list(range(min(assembly.capacity.sizes.slots, rows))))
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
-    del runner, hidden
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    sample(logits, [_DRAW] * len(logits))
+    drawing = torch.cuda.max_memory_allocated(device) - before
+    del runner, hidden, logits
     torch.cuda.empty_cache()
-    return buffers + int(RESERVE * peak)
+    return buffers + int(RESERVE * peak) + drawing
