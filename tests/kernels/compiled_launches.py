@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import tempfile
@@ -40,7 +41,11 @@ class Launched:
     ptx: str
     layouts: str
     """Triton's own code for the GPU, with the layout of every tensor."""
-    machine_code: list[str]
+    binary: bytes
+
+    @property
+    def machine_code(self) -> list[str]:
+        return _of_binary(self.binary, "nvdisasm", "-c").splitlines()
 
 
 @contextmanager
@@ -104,11 +109,7 @@ class _Driver:
 
 
 def _describe(kernel: str, grid: tuple[int, ...], compiled: Any) -> Launched:
-    with tempfile.TemporaryDirectory() as folder:
-        binary = Path(folder) / "kernel.cubin"
-        binary.write_bytes(compiled.asm["cubin"])
-        usage = _output("cuobjdump", "-res-usage", str(binary))
-        machine_code = _output("nvdisasm", "-c", str(binary))
+    usage = _of_binary(compiled.asm["cubin"], "cuobjdump", "-res-usage")
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found is not None, usage
     return Launched(
@@ -120,9 +121,14 @@ def _describe(kernel: str, grid: tuple[int, ...], compiled: Any) -> Launched:
         stack_bytes=int(found[2]),
         ptx=compiled.asm["ptx"],
         layouts=compiled.asm["ttgir"],
-        machine_code=machine_code.splitlines(),
+        binary=compiled.asm["cubin"],
     )
 
 
-def _output(tool: str, *arguments: str) -> str:
-    return subprocess.run([str(_TOOLS / tool), *arguments], capture_output=True, text=True, check=True).stdout
+@functools.cache  # launches share binaries, and not every test reads machine code
+def _of_binary(binary: bytes, tool: str, *options: str) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        command = [str(_TOOLS / tool), *options, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
