@@ -161,8 +161,11 @@ def _serve(listener: socket.socket, ready: Event) -> None:
     ],
 )
 def test_requests_a_second_of_one_core(path: str, body: dict[str, Any], least: int, report_count: ReportCount) -> None:
-    """By the CPU time of the HTTP process, so that it matters little what else the machine does. Cores differ from day to
-    day: what falls is a server that has become twice as slow. docs/performance.md has the aim and the figures."""
+    """By the CPU time of the HTTP process, so that it matters little what else the machine does.
+
+    Cores differ from day to day: what falls is a server that has become twice as slow. docs/performance.md has the aim
+    and the figures.
+    """
     count = 6000
     context = multiprocessing.get_context("spawn")
     ready = context.Event()
