@@ -128,21 +128,20 @@ class EngineCore:
     def _sample(self, hidden: Tensor, rows: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
         """Tokens of the rows that sample; a row that fails ends its request alone."""
         logits = self.runner.logits(hidden, [row for _, row in rows])
-        sampled, asked, tokens, tops = [], [], [], []
+        sampled, asked = [], []
         for row, outcome in enumerate(sample(logits, [request.draw for request, _ in rows])):
             request = rows[row][0]
             if isinstance(outcome, Exception):
                 self._finish(request, "error", error=f"{type(outcome).__name__}: {outcome}")
                 continue
             if request.params.logprobs is not None:
-                asked.append(row)
-                tokens.append(outcome)
-                tops.append(request.params.logprobs)
+                asked.append((request, row, outcome, request.params.logprobs))
             sampled.append((request, outcome))
         if asked:
-            chosen = logits.index_select(0, upload(torch.tensor(asked), logits.device))
-            for row, logprob in zip(asked, logprobs_of(chosen, tokens, tops), strict=True):
-                rows[row][0].logprobs.append(logprob)
+            requests, places, tokens, tops = zip(*asked, strict=True)
+            chosen = logits.index_select(0, upload(torch.tensor(places), logits.device))
+            for request, logprob in zip(requests, logprobs_of(chosen, tokens, tops), strict=True):
+                request.logprobs.append(logprob)
         return sampled
 
     def _advance(self, request: Request, token: int, now: float) -> None:

@@ -43,17 +43,8 @@ def multiply_gate_and_up_few(
         hidden,
         limit,
         rows,
-        top_k=top_k,
-        inputs=channels,
-        outputs=inner,
-        CHOICES=triton.next_power_of_2(top_k),
-        SPLIT=form.gate_and_up,
-        PLACES=PLACES,
         ROUND=not form.by_rows,
-        WARPS=FEW.warps,
-        STAGES=FEW.stages,
-        num_warps=FEW.warps,
-        launch_pdl=True,
+        **_cut(form.gate_and_up, top_k, channels, inner),
     )
     return hidden
 
@@ -74,16 +65,7 @@ def multiply_down_few(form: FewRows, hidden: Tensor, chosen: Tensor, w2: Tensor,
         chosen,
         results,
         rows,
-        top_k=top_k,
-        inputs=inner,
-        outputs=channels,
-        CHOICES=triton.next_power_of_2(top_k),
-        SPLIT=form.down,
-        PLACES=PLACES,
-        WARPS=FEW.warps,
-        STAGES=FEW.stages,
-        num_warps=FEW.warps,
-        launch_pdl=True,
+        **_cut(form.down, top_k, inner, channels),
     )
     return results
 
@@ -99,15 +81,22 @@ def multiply_down_and_sum(form: FewRows, hidden: Tensor, chosen: Tensor, w2: Ten
         scale_words(s2),
         chosen,
         sums,
-        top_k=top_k,
-        inputs=inner,
-        outputs=channels,
-        CHOICES=triton.next_power_of_2(top_k),
-        SPLIT=form.down,
-        PLACES=PLACES,
-        WARPS=FEW.warps,
-        STAGES=FEW.stages,
-        num_warps=FEW.warps,
-        launch_pdl=True,
+        **_cut(form.down, top_k, inner, channels),
     )
     return sums
+
+
+def _cut(split: int, top_k: int, inputs: int, outputs: int) -> dict[str, int]:
+    """What all of these launches are told."""
+    return {
+        "top_k": top_k,
+        "inputs": inputs,
+        "outputs": outputs,
+        "CHOICES": triton.next_power_of_2(top_k),
+        "SPLIT": split,
+        "PLACES": PLACES,
+        "WARPS": FEW.warps,
+        "STAGES": FEW.stages,
+        "num_warps": FEW.warps,
+        "launch_pdl": True,
+    }

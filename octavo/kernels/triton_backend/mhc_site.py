@@ -18,6 +18,7 @@ _NORMED = 512
 _EXPANDED = 1024
 """Channels that a program expands at once where it has a row of its own."""
 Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""New streams, the next input, and pre, post and comb of the next site."""
 
 
 def _refuses(widths: ModelWidths) -> str | None:

@@ -16,7 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from octavo.errors import OctavoError
 from octavo.runtime.config import EngineConfig
-from octavo.runtime.ranks.group import Release, is_broken, join, leave, nothing
+from octavo.runtime.ranks.group import Release, is_broken, join, leave
 from octavo.runtime.ranks.workers import RankFailure, Work
 
 _REACH_SECONDS = 120.0
@@ -66,7 +66,7 @@ class GivenRanks:
                 "each other; their names or addresses have to be known and open to all."
             ) from error
         if given.rank:
-            leave(work(config, given.rank, self.control) or nothing)
+            leave(work(config, given.rank, self.control))
             raise SystemExit(0)
 
     def on_failure(self, call: Callable[[RankFailure], None]) -> None:
@@ -82,7 +82,7 @@ class GivenRanks:
 
     def stop(self, force: bool = False, release: Release | None = None) -> None:
         """The others end by themselves when they are told that all is over, or with torchrun."""
-        leave(release or nothing, broken=force)
+        leave(release, broken=force)
 
 
 def _first_line(error: Exception) -> str:

@@ -21,10 +21,6 @@ Release = Callable[[], None]
 """Gives up the graphs of this process."""
 
 
-def nothing() -> None:
-    """Of a process without graphs."""
-
-
 def join(store: Store, rank: int, config: EngineConfig, collective_seconds: float) -> dist.ProcessGroup:
     """Make the group and choose this rank's GPU; waits for all others.
 
@@ -52,27 +48,26 @@ def all_ranks() -> dist.ProcessGroup:
     return group
 
 
-def leave(release: Release = nothing, broken: bool = False) -> None:
+def leave(release: Release | None = None, broken: bool = False) -> None:
     """End this process's groups. ``release`` gives up the graphs, which may hold collectives.
 
     ``broken``: a rank is gone or hangs, and a GPU may wait for it inside a collective. NCCL calls that off in a thread
     of its own: it goes on until no graph holds a collective, and a graph ends when its collective has been called off.
     Groups that do not end within seconds are left as they are.
     """
-    if not dist.is_initialized():
-        release()
-        return
-    if broken:
+    aborting = None
+    if broken and dist.is_initialized():
         aborting = threading.Thread(target=all_ranks().abort, name="octavo-abort", daemon=True)
         aborting.start()
+    if release is not None:
         release()
+    if aborting is not None:
         aborting.join(_ABORT_SECONDS)
         if aborting.is_alive():
             _LOG.warning("the process group did not end within %g s: this process cannot have another", _ABORT_SECONDS)
             return
-    else:
-        release()
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def is_broken(error: BaseException) -> bool:

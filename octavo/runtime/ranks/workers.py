@@ -23,7 +23,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from octavo.errors import OctavoError
 from octavo.runtime.config import EngineConfig
-from octavo.runtime.ranks.group import Release, is_broken, join, leave, nothing
+from octavo.runtime.ranks.group import Release, is_broken, join, leave
 
 _LOCALHOST = "127.0.0.1"
 _JOIN_SECONDS = 120.0
@@ -130,7 +130,7 @@ class Workers:
         self._monitor.join()
         for pipe in self._pipes:
             pipe.close()
-        leave(release or nothing, broken=force or self.failure is not None)
+        leave(release, broken=force or self.failure is not None)
 
     def _wait_for_all(self, store: TCPStore) -> None:
         keys = [f"started-{rank}" for rank in range(1, len(self._processes) + 1)]
@@ -189,7 +189,7 @@ def _main(
         store = TCPStore(_LOCALHOST, port, config.ranks, is_master=False)
         store.set(f"started-{rank}", "yes")
         control = join(store, rank, config, collective_seconds)
-        leave(work(config, rank, control) or nothing)
+        leave(work(config, rank, control))
     except BaseException as error:
         if not isinstance(error, OctavoError):
             traceback.print_exc()
