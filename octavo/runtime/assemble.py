@@ -118,7 +118,7 @@ def plan(config: EngineConfig, rank: int = 0) -> Plan:
     if config.expert_placement == "sharded":
         experts = _share(experts, rank, config.ranks)
     weight_bytes = resident_bytes(empty_model(model_config, torch.device("meta"), experts))
-    engram, tables = choose_engram_memory(config), table_bytes(text)
+    engram, tables = choose_engram_memory(config, device), table_bytes(text)
     if engram == "device":
         weight_bytes += tables
     numerics = choose_numerics(config.numerics, device)

@@ -44,8 +44,9 @@ class EngineConfig:
         "auto",
     )
     engram: Literal["auto", "device", "host", "mmap"] = option(
-        "Where the Engram tables lie. mmap: in the checkpoint's files, which all ranks of a host map. host: copied to "
-        "memory that the ranks of a host share. device: on the device of every rank. auto: mmap, and device for random "
+        "Where the Engram tables lie. mmap: in the checkpoint's files, which all ranks of a host map; then a GPU waits "
+        "for the host at every step. host: copied to memory that the ranks of a host share, and that GPUs read by "
+        "themselves. device: on the device of every rank. auto: host on CUDA, mmap on the CPU, and device for random "
         "weights.",
         "auto",
     )

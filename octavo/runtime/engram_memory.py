@@ -15,17 +15,24 @@ from octavo.model.config import SCALE_BLOCK, TextConfig
 from octavo.model.loading import load_engram_tables
 from octavo.model.prelude import EngramTable, empty_tables, engram_tables
 from octavo.model.random_weights import fill_random
+from octavo.runtime.bus_memory import seen_from
 from octavo.runtime.config import EngineConfig
 from octavo.runtime.ranks.host_memory import shared_memory
 
 EngramMemory = Literal["device", "host", "mmap"]
 
 
-def choose_engram_memory(config: EngineConfig) -> EngramMemory:
-    """What ``auto`` means: the files where there are some, else the device; other names are what they say."""
+def choose_engram_memory(config: EngineConfig, device: torch.device) -> EngramMemory:
+    """What ``auto`` means on a device; other names are what they say.
+
+    A checkpoint's tables stay in its files for a CPU. A GPU would wait for the host at every step, so for it they are
+    copied to memory that it reads by itself. Random tables have no file.
+    """
     if config.engram != "auto":
         return config.engram
-    return "mmap" if config.weights == "checkpoint" else "device"
+    if config.weights == "random":
+        return "device"
+    return "host" if device.type == "cuda" else "mmap"
 
 
 def table_bytes(text: TextConfig) -> int:
@@ -42,26 +49,30 @@ def load_tables(
 ) -> list[EngramTable]:
     """The tables of all Engram layers, of the ``checkpoint`` or random, used from ``device``.
 
-    With ``host`` and several ranks all of them call it together; the tables may be read after the next collective.
-    ``progress(done, total)`` is called with bytes that are copied.
+    With ``host`` and several ranks all of them call it together; the tables may be read after the next collective. A
+    GPU reads these over the bus, as if they were its own. ``progress(done, total)`` is called with bytes that are
+    copied.
     """
-    memory = choose_engram_memory(config)
+    memory = choose_engram_memory(config, device)
     if memory == "mmap":
         assert checkpoint is not None, "the configuration maps tables and has no files"
         return engram_tables(text, [checkpoint.engram_table(layer) for layer in text.engram_layer_ids], device)
+    if not text.engram_layer_ids:
+        return []
     if memory == "device":
         tables, fills = empty_tables(text, device, device), True
-    elif text.engram_layer_ids:
-        whole, fills = shared_memory(table_bytes(text), config.ranks)
-        tables = engram_tables(text, _cut(whole, text), device)
+        filled = [(table.weight.data, table.scale.data) for table in tables]
     else:
-        return []
-    named = dict(zip(text.engram_layer_ids, tables, strict=True))
+        whole, fills = shared_memory(table_bytes(text), config.ranks, writable=device.type == "cuda")
+        filled = _cut(whole, text)
+        seen = _cut(seen_from(device, whole), text) if device.type == "cuda" else filled
+        tables = engram_tables(text, seen, device)
+    named = dict(zip(text.engram_layer_ids, filled, strict=True))
     if fills and checkpoint is not None:
-        load_engram_tables({layer: (table.weight, table.scale) for layer, table in named.items()}, checkpoint, progress)
+        load_engram_tables(named, checkpoint, progress)
     elif fills:
-        for layer, table in named.items():
-            fill_random(f"layers.{layer}.engram.embed.weight", table.weight, table.scale, config.weights_seed)
+        for layer, (weight, scale) in named.items():
+            fill_random(f"layers.{layer}.engram.embed.weight", weight, scale, config.weights_seed)
     return tables
 
 

@@ -85,9 +85,12 @@ def test_random_tables() -> None:
 
 
 def test_the_default() -> None:
-    assert choose_engram_memory(config()) == "mmap"
-    assert choose_engram_memory(config(weights="random", preset="tiny")) == "device"
-    assert choose_engram_memory(config(engram="host")) == "host"
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert choose_engram_memory(config(), cpu) == "mmap"
+    assert choose_engram_memory(config(), gpu) == "host"
+    for device in (cpu, gpu):
+        assert choose_engram_memory(config(weights="random", preset="tiny"), device) == "device"
+        assert choose_engram_memory(config(engram="mmap"), device) == "mmap"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

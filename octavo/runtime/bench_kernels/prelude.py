@@ -17,6 +17,7 @@ from octavo import kernels
 from octavo.kernels.operator import Operator
 from octavo.kernels.rope import yarn_frequencies
 from octavo.runtime.bench_kernels.case import Call, KernelCase, Prepared, call_copy, copies_for
+from octavo.runtime.bus_memory import seen_from
 
 _HIDDEN, _VOCABULARY, _CLASSES = 5120, 129280, 99092
 _ORDERS, _COLUMNS, _COLUMN_ROWS, _TABLE_WIDTH = 3, 24, 80_000, 256
@@ -41,7 +42,9 @@ def hash_cases() -> Iterator[KernelCase]:
 
 
 def lookup_cases() -> Iterator[KernelCase]:
-    return _of_rows(_prepare_lookup)
+    yield from _of_rows(functools.partial(_prepare_lookup, on_host=False))
+    for rows in _ROWS:
+        yield KernelCase(f"{rows} rows, table on the host", functools.partial(_prepare_lookup, rows, on_host=True))
 
 
 def latent_cases() -> Iterator[KernelCase]:
@@ -101,9 +104,12 @@ def _prepare_hash(rows: int) -> Prepared:
 
 
 @torch.no_grad()
-def _prepare_lookup(rows: int) -> Prepared:
+def _prepare_lookup(rows: int, on_host: bool) -> Prepared:
     entries = _COLUMNS * _COLUMN_ROWS
-    table = torch.randint(0, 120, (entries, _TABLE_WIDTH), dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
+    codes = torch.randint(0, 120, (entries, _TABLE_WIDTH), dtype=torch.uint8, device="cuda")
+    if on_host:
+        codes = seen_from(codes.device, codes.cpu().flatten()).view_as(codes)
+    table = codes.view(torch.float8_e4m3fn)
     scale = torch.randint(115, 125, (entries, _TABLE_WIDTH // 32), dtype=torch.uint8, device="cuda")
     moved = rows * _COLUMNS * (8.0 + _TABLE_WIDTH * (1 + 1 / 32 + 2))
     inputs = [

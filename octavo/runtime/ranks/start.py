@@ -46,7 +46,7 @@ def with_common_capacity(assembly: Assembly, config: EngineConfig) -> Assembly:
             "graphs": config.graphs,
             "collectives": config.collectives,
             "layers and experts": [config.layers, config.experts, config.expert_placement],
-            "Engram tables": choose_engram_memory(config),
+            "Engram tables": choose_engram_memory(config, assembly.device),
         },
         group,
     )
