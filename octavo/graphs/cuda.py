@@ -1,8 +1,8 @@
 """Capturing segments as CUDA graphs: one stream, one private pool, nothing collected meanwhile (design section 5).
 
 Blocks of a pool belong to a stream, so one stream for all captures lets later segments take what earlier ones gave
-back. Everything that a graph reads has to outlive it: the program that asks for captures holds its buffers, weights
-and pools.
+back; calls that run beside others have another one, the same for a whole program. Everything that a graph reads has to
+outlive it: the program that asks for captures holds its buffers, weights and pools.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from octavo.graphs.beside import SideStream, on_two_streams, runs_beside
 from octavo.graphs.carried import carried_out, moves_rows
 from octavo.graphs.cuda import Recorder
 from octavo.kernels.collectives import Communicator
@@ -76,6 +77,9 @@ class Program:
         self._modules = dict(modules or {})
         self._carried: dict[GraphModule, GraphModule] = {}
         """Modules that move rows, with the communicator in them."""
+        self._side: SideStream | None = None
+        self._parted: dict[GraphModule, GraphModule] = {}
+        """Modules with calls that run beside others, on two streams."""
         self.instructions: list[Instruction] = list(compilation.instructions)
         self.buffers: dict[str, Buffer] = dict(compilation.buffers)
         self.inputs: dict[str, GraphInput] = dict(compilation.inputs)
@@ -288,10 +292,15 @@ class Program:
 
     def _call_of(self, instruction: Instruction) -> Call:
         module = self._modules.get(instruction.number, instruction.module)
-        if not moves_rows(module):
-            return module.forward
-        if self._communicator is None:
-            raise GraphError(f"{instruction.title}: the program moves rows between ranks and has no communicator")
-        if module not in self._carried:
-            self._carried[module] = carried_out(module, self._communicator)
-        return self._carried[module].forward
+        if moves_rows(module):
+            if self._communicator is None:
+                raise GraphError(f"{instruction.title}: the program moves rows between ranks and has no communicator")
+            if module not in self._carried:
+                self._carried[module] = carried_out(module, self._communicator)
+            module = self._carried[module]
+        if self._device.type == "cuda" and runs_beside(list(module.graph.nodes)):
+            self._side = self._side or SideStream(self._device)
+            if module not in self._parted:
+                self._parted[module] = on_two_streams(module, self._side)
+            module = self._parted[module]
+        return module.forward

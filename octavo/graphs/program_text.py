@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from octavo.graphs.beside import runs_beside
 from octavo.graphs.describe import WIDTH, operation_of, shapes_of, value_names
 from octavo.graphs.facts import Facts
 from octavo.graphs.tables import ranges
@@ -74,6 +75,7 @@ def _function(piece: SplitPiece, kind: Facts, names: dict[str, str]) -> list[str
     head = [f"def {_function_name(kind)}(", *(f"    {parameter}" for parameter in parameters), "):"]
     times = "Once" if kind["count"] == 1 else f"{kind['count']} times"
     body = [f'"""{times}, {kind["why"]}. Pieces: {ranges(kind["pieces"])}."""']
+    beside = runs_beside(piece.piece.nodes) if piece.piece.kind is PieceKind.SEGMENT else {}
     for node in piece.piece.nodes:
         if node.target is operator.getitem:
             source, index = node.args
@@ -85,6 +87,7 @@ def _function(piece: SplitPiece, kind: Facts, names: dict[str, str]) -> list[str
             local[node.name] = _identifier(names[node.name], taken)
             call[0] = f"{local[node.name]} = {call[0]}"
         call[-1] += f"  # {shapes_of(node)}" if node.users else ""
+        call[-1] += ", on a second stream of a GPU until it is read" if node in beside else ""
         body += call
     if piece.results:
         body.append(f"return {', '.join(local[name] for name in piece.results)}")

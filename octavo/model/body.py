@@ -247,7 +247,7 @@ class Indexer(nn.Module):
 
 
 class Experts(nn.Module):
-    """Routed experts and the shared one (spec/model.md 3.10)."""
+    """Routed experts and the shared one, which is begun first: a GPU computes it beside them (spec/model.md 3.10)."""
 
     def __init__(self, text: TextConfig, resident: range, vision: bool) -> None:
         super().__init__()
@@ -258,7 +258,8 @@ class Experts(nn.Module):
         self.shared_experts = SharedExpert(text)
 
     def forward(self, x: Tensor, rows: Rows) -> Tensor:
-        gate, routed, shared = self.gate, self.experts, self.shared_experts
+        gate, routed = self.gate, self.experts
+        shared = self.shared_experts(x, self.limit)
         partial = kernels.experts(
             x,
             rows.live,
@@ -277,7 +278,7 @@ class Experts(nn.Module):
             self.route_scale,
             self.limit,
         )
-        return kernels.combine(partial, shared(x, self.limit))
+        return kernels.combine(partial, shared)
 
 
 class Gate(nn.Module):
