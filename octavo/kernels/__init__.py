@@ -14,7 +14,7 @@ from octavo.kernels.attend import attend, commit_window
 from octavo.kernels.embed import embed_tokens
 from octavo.kernels.engram import engram_gate, engram_hash, engram_lookup, token_classes
 from octavo.kernels.experts import combine, experts, shared_expert
-from octavo.kernels.linear import grouped_linear, linear, linear_f8, linear_f32
+from octavo.kernels.linear import grouped_linear, linear, linear_f8, linear_f8_pair, linear_f32
 from octavo.kernels.mhc import mhc_collapse, mhc_expand, mhc_mix, mhc_site, stream_mean
 from octavo.kernels.norm import rms_norm
 from octavo.kernels.operator import OPERATORS
@@ -36,6 +36,7 @@ __all__ = [
     "index_query",
     "linear",
     "linear_f8",
+    "linear_f8_pair",
     "linear_f32",
     "mhc_collapse",
     "mhc_expand",

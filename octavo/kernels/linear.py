@@ -30,6 +30,32 @@ def _linear_f8(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
+@operator(
+    arguments={
+        "x": Need.ROWS,
+        "weight_a": Need.ANY,
+        "scale_a": Need.ANY,
+        "weight_b": Need.ANY,
+        "scale_b": Need.ANY,
+    },
+    results=(CARRIED, CARRIED),
+    source="spec/model.md 3.0, 3.3",
+)
+def linear_f8_pair(
+    x: Tensor, weight_a: Tensor, scale_a: Tensor, weight_b: Tensor, scale_b: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Two F8 linears of the same rows: ``linear_f8`` of x [R, in] by weights [out_a, in] and [out_b, in] with their
+    scales -> [R, out_a] and [R, out_b], both in x's dtype."""
+    return linear_f8.reference(x, weight_a, scale_a), linear_f8.reference(x, weight_b, scale_b)
+
+
+@linear_f8_pair.fake
+def _linear_f8_pair(
+    x: Tensor, weight_a: Tensor, scale_a: Tensor, weight_b: Tensor, scale_b: Tensor
+) -> tuple[Tensor, Tensor]:
+    return _linear_f8(x, weight_a, scale_a), _linear_f8(x, weight_b, scale_b)
+
+
 @operator(arguments={"x": Need.ROWS, "weight": Need.ANY}, results=(CARRIED,), source="spec/model.md 3.0")
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """y = x W without quantisation: x [R, in] BF16 or F32, weight [out, in] BF16 -> [R, out] in x's dtype."""

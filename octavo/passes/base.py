@@ -159,6 +159,12 @@ def operator_of(node: Node) -> Operator[..., object] | None:
     return OPERATORS.get(node.target._schema.name.removeprefix("octavo::"))
 
 
+def calls_operator(node: Node, name: str) -> bool:
+    """Whether a node calls the operator of this name, by whichever backend."""
+    known = operator_of(node)
+    return known is not None and known.name == name
+
+
 def contract_of(known: Operator[..., object], context: PassContext) -> Contract:
     """What an operator asks for and gives where the context places the experts."""
     return known.contract.complete() if context.replicated_experts else known.contract

@@ -15,7 +15,7 @@ from octavo.kernels.quantise import round_q8
 from octavo.kernels.torch_backend.dequantise import bf16_tiles
 from tests.gpu.test_capturable_state import waits
 from tests.kernels.batches import random_batch
-from tests.kernels.calls import Outcome, call, same_bits
+from tests.kernels.calls import Outcome, assert_same, call
 from tests.kernels.cases import CASES, Arguments, Case
 from tests.kernels.draw import MINI, WIDE, Size
 from tests.kernels.tolerances import assert_near
@@ -26,7 +26,12 @@ if torch.cuda.is_available():  # elsewhere these tests are skipped, and the back
     from octavo.kernels.triton_backend.linear_tiles import FOR_NARROW, FOR_TWO, FOR_WIDE
     from tests.kernels.interpreted_linear import in_channel_order
 
-OPERATORS: tuple[Operator[..., Any], ...] = (kernels.linear_f8, kernels.grouped_linear, kernels.shared_expert)
+OPERATORS: tuple[Operator[..., Any], ...] = (
+    kernels.linear_f8,
+    kernels.linear_f8_pair,
+    kernels.grouped_linear,
+    kernels.shared_expert,
+)
 CASES_OF_LINEAR = [case for case in CASES if case.operator in OPERATORS]
 ROWS = (1, 2, 15, 16, 17, 63, 64, 65, 127, 200, 513)
 FEW_AND_MANY = (1, 16, 33, 64, 100, 200, 600)
@@ -75,11 +80,11 @@ def test_weights_in_bf16_are_the_torch_backends() -> None:
 @every_size
 def test_the_device_is_near_the_reference_of_the_host(case: Case, size: Size) -> None:
     nobody = case.arguments(random_batch(0, seed=0), size, torch.bfloat16)
-    assert same_bits(triton(case.operator, on_device(nobody, "cuda")).cpu(), call(case.operator, nobody).results[0])
+    assert_same(on_host(triton(case.operator, on_device(nobody, "cuda"))), call(case.operator, nobody), "no rows")
     for rows in ROWS:
         given = case.arguments(random_batch(rows, seed=rows), size, torch.bfloat16)
-        actual = triton(case.operator, on_device(given, "cuda")).cpu()
-        assert_near(case.operator.name, Outcome((actual,), {}), call(case.operator, given), f"{rows} rows")
+        actual = on_host(triton(case.operator, on_device(given, "cuda")))
+        assert_near(case.operator.name, actual, call(case.operator, given), f"{rows} rows")
 
 
 @pytest.mark.parametrize(
@@ -98,7 +103,7 @@ def test_true_shapes_are_near_exact_products(outputs: int, inputs: int, steps_of
     for rows in steps_of:
         x = normal(rows, inputs).to(torch.bfloat16)
         given = {"x": x, "weight": weight, "scale": scale}
-        check(triton(kernels.linear_f8, given), kernels.linear_f8(**given), "linear_f8", rows)
+        check(kernels.linear_f8, given)
 
 
 def test_the_other_true_shapes_are_near_exact_products() -> None:
@@ -111,22 +116,55 @@ def test_the_other_true_shapes_are_near_exact_products() -> None:
             "scale": scale,
             "groups": 8,
         }
-        check(triton(kernels.grouped_linear, given), kernels.grouped_linear(**given), "grouped_linear", rows)
+        check(kernels.grouped_linear, given)
         x = normal(rows, 5120).to(torch.bfloat16)
         given = {"x": x, "w1": w1, "s1": s1, "w2": w2, "s2": s2, "w3": w3, "s3": s3, "limit": 1.0}
-        check(triton(kernels.shared_expert, given), kernels.shared_expert(**given), "shared_expert", rows)
+        check(kernels.shared_expert, given)
 
 
 def test_every_launch_of_the_tables_is_near_the_others() -> None:
     """Whatever the number of rows would choose."""
     weight, scale = drawn(1000, 1056)
+    other, other_scale = drawn(203, 1056)
     for rows in (1, 70):
         x = normal(rows, 1056).to(torch.bfloat16)
-        expected = kernels.linear_f8(x, weight, scale)
+        expected = call(kernels.linear_f8_pair, pair_of(x, (weight, scale), (other, other_scale)))
         for launch in dict.fromkeys(one for table in (FOR_NARROW, FOR_WIDE, FOR_TWO) for _, one in table):
             for prepared in {launch.prepared, True}:
                 mine = dataclasses.replace(launch, prepared=prepared)
-                check(steps.multiply_few(mine, x, weight, scale, 1, True), expected, "linear_f8", rows)
+                alone = Outcome((steps.multiply_few(mine, x, weight, scale, 1, True),), {})
+                assert_near("linear_f8", alone, Outcome(expected.results[:1], {}), f"{rows} rows, {mine}")
+                pair = Outcome(steps.multiply_pair_few(mine, x, weight, scale, other, other_scale), {})
+                assert_near("linear_f8_pair", pair, expected, f"{rows} rows, {mine}")
+
+
+def test_a_pair_has_the_bits_of_its_products_where_inputs_are_split_alike() -> None:
+    """Every program of these gets the fewest inputs that it may, of one matrix and of two: the sums have one order."""
+    for inputs in (256, 1056):
+        first, second = drawn(200, inputs), drawn(71, inputs)
+        for rows in (*range(1, 130), 512):
+            x = normal(rows, inputs).to(torch.bfloat16)
+            assert_same(
+                triton(kernels.linear_f8_pair, pair_of(x, first, second)), apart(x, first, second), f"{rows} rows"
+            )
+        for launch in dict.fromkeys(one for table in (FOR_NARROW, FOR_WIDE, FOR_TWO) for _, one in table):
+            for rows in (1, 70, 129):
+                x = normal(rows, inputs).to(torch.bfloat16)
+                pair = Outcome(steps.multiply_pair_few(launch, x, *first, *second), {})
+                alone = [steps.multiply_few(launch, x, *weight, groups=1, quantised=True) for weight in (first, second)]
+                assert_same(pair, Outcome(tuple(alone), {}), f"{rows} rows, {launch}")
+
+
+def test_pairs_of_true_shapes_are_near_exact_products() -> None:
+    """Of query down and latent; where the library multiplies, with the bits of two products."""
+    first, second = drawn(1280, 5120), drawn(512, 5120)
+    for rows in (*FEW_AND_MANY, 128, 129, 512):
+        x = normal(rows, 5120).to(torch.bfloat16)
+        check(kernels.linear_f8_pair, pair_of(x, first, second))
+        if rows > 128:
+            assert_same(
+                triton(kernels.linear_f8_pair, pair_of(x, first, second)), apart(x, first, second), f"{rows} rows"
+            )
 
 
 @pytest.mark.parametrize("byte", (20, 90, 134))
@@ -136,7 +174,7 @@ def test_extreme_scales(byte: int) -> None:
     for rows in (3, 300):
         x = normal(rows, 256).to(torch.bfloat16)
         given = {"x": x, "weight": weight, "scale": scale}
-        check(triton(kernels.linear_f8, given), kernels.linear_f8(**given), "linear_f8", rows)
+        check(kernels.linear_f8, given)
 
 
 @every_case
@@ -146,8 +184,9 @@ def test_rows_of_nan_reach_no_other_row(case: Case) -> None:
         clean = triton(case.operator, given)
         soiled = torch.arange(rows, device="cuda") % 3 == 1
         given["x"][soiled] = torch.nan
-        result = triton(case.operator, given)
-        assert same_bits(result[~soiled], clean[~soiled]) and bool(result[soiled].isnan().all())
+        found = triton(case.operator, given)
+        assert_same(rows_of(found, ~soiled), rows_of(clean, ~soiled), f"{rows} rows")
+        assert all(bool(result.isnan().all()) for result in rows_of(found, soiled).results)
 
 
 @every_case
@@ -158,7 +197,7 @@ def test_memory_layout_changes_no_bit(case: Case, layout: str) -> None:
         x = given["x"]
         offset = x.new_empty(x.numel() + 1)[1:].view_as(x).copy_(x)
         other = x.movedim(0, -1).contiguous().movedim(-1, 0) if layout == "transposed" else offset
-        assert same_bits(triton(case.operator, given | {"x": other}), triton(case.operator, given))
+        assert_same(triton(case.operator, given | {"x": other}), triton(case.operator, given), f"{rows} rows")
 
 
 @every_case
@@ -188,17 +227,41 @@ def test_replay_on_other_inputs_equals_eager(case: Case) -> None:
             for _ in range(2):
                 graph.replay()
                 eager = triton(case.operator, given)
-                assert same_bits(captured, eager) and bool(eager.any()), f"{rows} rows, step {seed}"
+                assert_same(captured, eager, f"{rows} rows, step {seed}")
+                assert all(bool(result.any()) for result in eager.results), f"{rows} rows, step {seed}"
 
 
-def triton(operator: Operator[..., Any], arguments: Arguments) -> Tensor:
-    result = operator.backends["triton"].overload(**arguments)
-    assert isinstance(result, Tensor) and result.is_contiguous()
-    return result
+def triton(operator: Operator[..., Any], arguments: Arguments) -> Outcome:
+    given = operator.backends["triton"].overload(**arguments)
+    results = given if isinstance(given, tuple) else (given,)
+    assert all(isinstance(result, Tensor) and result.is_contiguous() for result in results)
+    return Outcome(results, {})
 
 
-def check(actual: Tensor, expected: Tensor, name: str, rows: int) -> None:
-    assert_near(name, Outcome((actual,), {}), Outcome((expected,), {}), f"{rows} rows")
+def check(operator: Operator[..., Any], given: Arguments) -> None:
+    assert_near(operator.name, triton(operator, given), call(operator, given), f"{given['x'].shape[0]} rows")
+
+
+def pair_of(x: Tensor, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> Arguments:
+    """Arguments of ``linear_f8_pair``; weights come with their scales."""
+    names = ("weight_a", "scale_a", "weight_b", "scale_b")
+    return {"x": x, **dict(zip(names, (*first, *second), strict=True))}
+
+
+def apart(x: Tensor, *weights: tuple[Tensor, Tensor]) -> Outcome:
+    """By ``linear_f8``, one after the other."""
+    results = [
+        triton(kernels.linear_f8, {"x": x, "weight": weight, "scale": scale}).results for weight, scale in weights
+    ]
+    return Outcome(tuple(result for (result,) in results), {})
+
+
+def on_host(outcome: Outcome) -> Outcome:
+    return Outcome(tuple(result.cpu() for result in outcome.results), {})
+
+
+def rows_of(outcome: Outcome, chosen: Tensor) -> Outcome:
+    return Outcome(tuple(result[chosen] for result in outcome.results), {})
 
 
 def normal(*shape: int) -> Tensor:

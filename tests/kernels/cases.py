@@ -295,6 +295,20 @@ def linear_f8(draw: Draw) -> Arguments:
     return {"x": draw.rows(draw.size.hidden), "weight": weight, "scale": scale}
 
 
+@case(kernels.linear_f8_pair)
+def linear_f8_pair(draw: Draw) -> Arguments:
+    """Of other numbers of outputs, that share no tile."""
+    weight_a, scale_a = draw.tiled(draw.size.inner + 5, draw.size.hidden)
+    weight_b, scale_b = draw.tiled(draw.size.head_dim + 3, draw.size.hidden)
+    return {
+        "x": draw.rows(draw.size.hidden),
+        "weight_a": weight_a,
+        "scale_a": scale_a,
+        "weight_b": weight_b,
+        "scale_b": scale_b,
+    }
+
+
 @case(kernels.linear_f32)
 def linear_f32(draw: Draw) -> Arguments:
     return {"x": draw.rows(draw.size.hidden), "weight": draw.matrix(draw.size.head_dim + 3, draw.size.hidden)}

@@ -1,4 +1,4 @@
-"""Triton's interpreter runs ``linear_f8``, ``grouped_linear`` and ``shared_expert`` with F8 weights:
+"""Triton's interpreter runs ``linear_f8``, also in pairs, ``grouped_linear`` and ``shared_expert`` with F8 weights:
 python -m tests.kernels.interpreted_linear, with TRITON_INTERPRET=1.
 
 It has no PTX and no products of BF16, and truncates where F32 becomes BF16. These few functions are replaced by what
@@ -26,7 +26,7 @@ from tests.kernels.cases import CASES
 from tests.kernels.draw import MINI, WIDE, Draw, Size
 from tests.kernels.run_interpreted import pretend_to_have_processors
 
-NEAR = {"linear_f8": 0.01, "grouped_linear": 0.01, "shared_expert": 0.03}
+NEAR = {"linear_f8": 0.01, "linear_f8_pair": 0.01, "grouped_linear": 0.01, "shared_expert": 0.03}
 """Results are truncated to BF16 here, so that every value may be off by a step, which is 2^-7 of it at most. So are the
 hidden rows of ``shared_expert``, whose codes then move by a step of E4M3, an eighth."""
 ODD = dataclasses.replace(WIDE, name="odd", hidden=288, heads=6, head_dim=20, rank=33, inner=96)
@@ -43,7 +43,7 @@ def main(long_form: bool) -> None:
                 choose_launch=lambda *shape, launch=launch: launch,
                 choose_launch_of_two=lambda rows, launch=launch: launch,
             )
-            for name in ("linear_f8", "grouped_linear", "shared_expert"):
+            for name in NEAR:
                 compare(size, name, rows, f"tiles of {launch.rows}{', prepared' if launch.prepared else ''}")
         check_weights_and_rows(size)
     print("weights and rows: as the torch backend's", flush=True)
@@ -54,17 +54,27 @@ def compare(size: Size, name: str, rows: int, what: str) -> None:
     case = next(case for case in CASES if case.name == name)
     given = case.arguments(random_batch(rows, seed=rows), size, torch.bfloat16)
     expected = case.operator.reference(**given)
-    assert isinstance(expected, Tensor)
     triton: dict[str, Any] = {
         "linear_f8": linear.linear_f8_triton,
+        "linear_f8_pair": linear.linear_f8_pair_triton,
         "grouped_linear": linear.grouped_linear_triton,
         "shared_expert": shared_expert.shared_expert_triton,
     }
-    actual = triton[name](**given)
-    error = torch.linalg.vector_norm((actual - expected).double(), dim=1)
-    relative = error / torch.linalg.vector_norm(expected.double(), dim=1).clamp_min(1e-30)
+    both = zip(several(triton[name](**given)), several(expected), strict=True)
+    relative = torch.stack([errors(found, wanted) for found, wanted in both])
     assert (relative <= NEAR[name]).all(), (size.name, name, rows, what, relative)
     print(f"{size.name} {name}, {rows} rows, {what}: {float(relative.max()):.1e}", flush=True)
+
+
+def several(results: Any) -> tuple[Tensor, ...]:
+    return results if isinstance(results, tuple) else (results,)
+
+
+def errors(actual: Tensor, expected: Tensor) -> Tensor:
+    """Of every row, relative."""
+    error = torch.linalg.vector_norm((actual - expected).double(), dim=1)
+    relative: Tensor = error / torch.linalg.vector_norm(expected.double(), dim=1).clamp_min(1e-30)
+    return relative
 
 
 def check_weights_and_rows(size: Size) -> None:
@@ -93,11 +103,15 @@ def replace_what_the_interpreter_lacks() -> None:
     vars(linear_kernels).update(nothing)
     vars(linear_steps).update(nothing)
     for module, names in (
-        (linear_products, ("multiply", "multiply_two", "sum_parts", "prepare_rows")),
+        (
+            linear_products,
+            ("multiply", "multiply_pair", "multiply_two", "sum_parts", "sum_parts_of_pair", "prepare_rows"),
+        ),
         (shared_expert, ("gate_parts",)),
     ):
         vars(module).update({name: _WithoutOptions(vars(module)[name]) for name in names})
-    pretend_to_have_processors(3)
+    # So many that the inputs of some products of every kind are split.
+    pretend_to_have_processors(4)
 
 
 def _nothing(*arguments: Any) -> None:

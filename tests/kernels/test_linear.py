@@ -52,6 +52,17 @@ def test_plain_mode_quantises_nothing() -> None:
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=("reference", "plain"))
+@pytest.mark.parametrize("rows", (0, 1, 19))
+def test_a_pair_is_its_two_products(rows: int, dtype: torch.dtype) -> None:
+    """To the bit, in the order of the weights."""
+    draw = Draw(random_batch(rows, seed=4), MINI, dtype, seed=7)
+    x, first, second = draw.rows(WIDE.hidden), draw.tiled(83, WIDE.hidden), draw.tiled(33, WIDE.hidden)
+    results = kernels.linear_f8_pair(x, *first, *second)
+    for found, (weight, scale) in zip(results, (first, second), strict=True):
+        assert same_bits(found, kernels.linear_f8(x, weight, scale)) and found.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=("reference", "plain"))
 def test_unquantised_products_are_rounded_exact_sums(dtype: torch.dtype) -> None:
     """``math.fsum`` is exact; F64 products of BF16 values are too, so one rounding to BF16 has one answer.
 

@@ -25,7 +25,7 @@ if find_spec("triton") is not None:
     from octavo.kernels.triton_backend import linear_kernels
     from octavo.kernels.triton_backend.linear_tiles import choose_launch, choose_share
 
-MINE = ("linear_f8", "grouped_linear", "shared_expert")
+MINE = ("linear_f8", "linear_f8_pair", "grouped_linear", "shared_expert")
 
 
 @pytest.mark.timeout(300)
@@ -68,12 +68,15 @@ def test_inputs_are_split_until_the_device_is_full() -> None:
     [
         ("linear_f8", "layers.2.attn.wq_b.scale"),
         ("linear_f8", "layers.1.engram.wkv.scale"),
+        ("linear_f8", "layers.3.attn.wkv.scale"),
+        ("linear_f8_pair", "layers.3.attn.wkv.scale"),
+        ("linear_f8_pair", "layers.0.attn.wq_a.scale"),
         ("grouped_linear", "layers.3.attn.wo_a.scale"),
         ("shared_expert", "layers.0.ffn.shared_experts.w3.scale"),
     ],
 )
 def test_scales_without_a_factor_are_refused_after_loading(operator: str, name: str) -> None:
-    """By name and byte, of the backend that cannot bear them alone."""
+    """By name and byte, of backends that cannot bear them: one, or that of single products and that of pairs."""
     from octavo.kernels import triton_backend
 
     assert triton_backend.__all__
@@ -85,12 +88,14 @@ def test_scales_without_a_factor_are_refused_after_loading(operator: str, name: 
     weights[name][1, 1] = linear_kernels.LARGEST_SCALE + 1
     with pytest.raises(OctavoError, match=rf"{operator}, .*{name} has the scale byte 135: .* up to 134.*--numerics"):
         check_weights(model, {operator: "triton"})
-    check_weights(model, {other: "triton" for other in MINE if other != operator})
+    others = {other: "triton" for other in MINE if not {operator, other} <= {"linear_f8", "linear_f8_pair"}}
+    check_weights(model, {other: backend for other, backend in others.items() if other != operator})
     check_weights(model, dict.fromkeys(OPERATORS, "reference"))
 
 
-def test_large_scales_of_each_f8_weight_are_refused_by_one_operator() -> None:
-    """Of Engram tables by none: nothing multiplies by them. Routed experts are F4."""
+def test_large_scales_of_each_f8_weight_are_refused_by_its_operators() -> None:
+    """One, and of ``wq_a`` and ``wkv``, which may be fused, two. Of Engram tables by none: nothing multiplies by them.
+    Routed experts are F4."""
     from octavo.kernels import triton_backend
 
     assert triton_backend.__all__
@@ -103,5 +108,7 @@ def test_large_scales_of_each_f8_weight_are_refused_by_one_operator() -> None:
     for name in (*f8, table):
         given = weights | good | {f"{name}.scale": large}
         refused = [one for one in MINE if OPERATORS[one].backends["triton"].refuses_weights(given) is not None]
-        assert len(refused) == (name != table), (name, refused)
+        paired = name.endswith((".attn.wq_a", ".attn.wkv"))
+        assert len(refused) == (name != table) + paired, (name, refused)
+        assert ("linear_f8_pair" in refused) == paired, (name, refused)
     assert f8 and not any(".ffn.experts." in name for name in f8)

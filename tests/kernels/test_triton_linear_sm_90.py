@@ -11,7 +11,7 @@ from torch import Tensor
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton")
 if find_spec("triton") is not None:
-    from octavo.kernels.triton_backend.linear import grouped_linear_triton, linear_f8_triton
+    from octavo.kernels.triton_backend.linear import grouped_linear_triton, linear_f8_pair_triton, linear_f8_triton
     from octavo.kernels.triton_backend.linear_tiles import FOR_NARROW, FOR_TWO, FOR_WIDE, Launch
     from octavo.kernels.triton_backend.shared_expert import shared_expert_triton
     from tests.kernels.compiled_launches import (
@@ -49,6 +49,12 @@ def linear(rows: int, outputs: int, inputs: int) -> list[Launched]:
     return launched
 
 
+def pair(rows: int, first: int, second: int, inputs: int) -> list[Launched]:
+    with launches_compiled() as launched:
+        linear_f8_pair_triton(rows_of(rows, inputs), *weight(first, inputs), *weight(second, inputs))
+    return launched
+
+
 def grouped(rows: int, heads: int, head_dim: int, groups: int, rank: int) -> list[Launched]:
     with launches_compiled() as launched:
         grouped_linear_triton(
@@ -66,10 +72,11 @@ def shared(rows: int, hidden: int, inner: int) -> list[Launched]:
 
 @pytest.fixture(scope="module")
 def at_true_shapes() -> dict[int, list[Launched]]:
-    """By rows of the step: query down and up, the grouped product, the shared expert."""
+    """By rows of the step: query down with the latent and alone, query up, the grouped product, the shared expert."""
     return {
         rows: [
-            *linear(rows, 1280, 5120),
+            *pair(rows, 1280, 512, 5120),
+            *(linear(rows, 1280, 5120) if rows in (1, 128) else ()),
             *(linear(rows, 32768, 1280) if rows != 32 else ()),  # by the launch of narrow ones
             *(grouped(rows, 64, 512, 8, 1024) if rows != 64 else ()),
             *shared(rows, 5120, 2304),
@@ -142,21 +149,30 @@ def test_kernels_wait_for_those_ahead_before_they_touch_memory(at_true_shapes: d
             assert "ACQBULK" in code, f"{what}: it does not wait"
             ahead = code[: code.index("ACQBULK")]
             assert not [line for line in ahead if TOUCHES_OR_LEAVES.match(line)], what
-            in_parts = one.kernel == "multiply" and one.programs[2] > 1
+            in_parts = one.kernel in ("multiply", "multiply_pair") and one.programs[2] > 1
             early = in_parts or one.kernel in ("prepare_rows", "multiply_two", "gate_parts")
             assert any("PREEXIT" in line for line in code) == early, what
 
 
 def test_many_rows_are_rounded_once_and_weights_made_bf16_once() -> None:
     assert [one.kernel for one in linear(MANY, 1280, 5120)] == ["prepare_rows", "dequantise"]
+    assert [one.kernel for one in pair(MANY, 1280, 512, 5120)] == ["prepare_rows", "dequantise", "dequantise"]
     assert [one.kernel for one in grouped(MANY, 64, 512, 8, 1024)] == ["dequantise"]
     names = [one.kernel for one in shared(MANY, 5120, 2304)]
     assert names == ["dequantise", "dequantise", "prepare_rows", "gate_parts", "dequantise"]
 
 
+def test_a_pair_of_few_rows_is_prepared_multiplied_and_summed_once(at_true_shapes: dict[int, list[Launched]]) -> None:
+    for rows, launched in at_true_shapes.items():
+        names = [one.kernel for one in launched[: 2 if rows == 1 else 3]]
+        assert names == ["prepare_rows"] * (rows > 1) + ["multiply_pair", "sum_parts_of_pair"], rows
+
+
 def test_other_shapes_compile() -> None:
     """Those of the mini model and of octavo-nano, and widths that fill no tile; the largest launches with those too."""
     check_that_it_fits(linear(3, 131, 160))
+    check_that_it_fits(pair(40, 64, 64, 128))
+    check_that_it_fits(pair(90, 131, 67, 160), SPILLED)
     check_that_it_fits(grouped(40, 8, 96, 2, 64))
     for rows in (3, 40):
         check_that_it_fits(shared(rows, 128, 64))
@@ -171,6 +187,8 @@ def test_rows_that_are_not_bf16_are_refused() -> None:
     expected = r"rows are torch\.float32; allowed: torch\.bfloat16"
     with pytest.raises(TypeError, match=f"linear_f8, backend triton: {expected}"):
         linear_f8_triton(x, matrix, scale)
+    with pytest.raises(TypeError, match=f"linear_f8_pair, backend triton: {expected}"):
+        linear_f8_pair_triton(x, matrix, scale, matrix, scale)
     with pytest.raises(TypeError, match=f"grouped_linear, backend triton: {expected}"):
         grouped_linear_triton(x, matrix, scale, 1)
     with pytest.raises(TypeError, match=f"shared_expert, backend triton: {expected}"):

@@ -22,6 +22,7 @@ _BF16_STEPS = 2.0**-7
 LARGEST = {
     "linear": _BF16_STEPS,
     "linear_f8": _BF16_STEPS,
+    "linear_f8_pair": _BF16_STEPS,
     "grouped_linear": _BF16_STEPS,
     "linear_f32": _F32_SUMS,
     "mhc_mix": _F32_SUMS,

@@ -25,6 +25,7 @@ from octavo.model.model import Model, empty_model
 from octavo.model.presets import preset
 from octavo.model.random_weights import randomise
 from octavo.passes.base import Compilation, Pass, PassContext, operator_of
+from octavo.passes.normalise import Normalise
 from octavo.passes.runner import all_passes, run_passes
 from octavo.runtime.parts import body_inputs, classify
 from octavo.runtime.pools import Pools, PoolSizes, Storage
@@ -33,6 +34,8 @@ CPU = torch.device("cpu")
 SIZES = PoolSizes(slots=4, pages=80, max_pages=20)
 """Room for four requests of 1280 tokens."""
 BUCKETS = (1, 2, 4, 8, 16, 24, 64)
+FUSED = PassContext(backends={"mhc_site": "triton", "linear_f8_pair": "triton"})
+"""As on a device that has kernels for all that can be fused."""
 
 Edit = Callable[[Compilation], None]
 
@@ -117,6 +120,21 @@ def compiled(
         collectives=Capturable(captured, "as the test says"),
     )
     return run_all(fresh() if replicated_experts else fresh(ranks, rank), context)
+
+
+def normal() -> Compilation:
+    """In the form that passes behind ``normalise`` are given."""
+    compilation = fresh()
+    run_passes(compilation, PassContext(), passes=[Normalise()])
+    return compilation
+
+
+def fused(ranks: int = 1, rank: int = 0) -> Compilation:
+    """Fused, and through all other passes with the reference."""
+    compilation = fresh(ranks, rank)
+    run_passes(compilation, FUSED, passes=all_passes()[:2])
+    run_passes(compilation, PassContext(ranks=ranks), passes=all_passes()[2:])
+    return compilation
 
 
 def layer_nodes(compilation: Compilation, name: str, layer: int | None = None) -> list[Node]:
@@ -279,10 +297,14 @@ def run_on_ranks(
     wrap: Callable[[EmulatedCommunicator], Communicator] | None = None,
     captured: bool = False,
     replicated_experts: bool = False,
+    compilations: Sequence[Compilation] = (),
 ) -> tuple[list[list[StepResult]], list[Pools]]:
-    """Replay the steps in turn on emulated ranks -> results by rank and step; and every rank's pools."""
+    """Replay the steps in turn on emulated ranks -> results by rank and step; and every rank's pools.
+
+    ``compilations`` are the ranks' own where they are not :func:`compiled` as the other arguments say.
+    """
     pools = [new_pools() for _ in range(ranks)]
-    compilations = [
+    compilations = compilations or [
         compiled(ranks, rank, sharded, captured=captured, replicated_experts=replicated_experts)
         for rank in range(ranks)
     ]

@@ -188,6 +188,7 @@ def test_operators_are_timed_one_by_one(
     ("operator", "stage", "role", "component"),
     [
         ("linear_f8", "body", "attn.wq_b", "projections"),
+        ("linear_f8_pair", "body", "attn", "projections"),
         ("linear_f8", "body", "attn.indexer.wq_b", "index projections"),
         ("linear_f32", "body", "attn.compressor.wgate", "compressor"),
         ("linear_f8", "body", "engram.wkv", "Engram"),

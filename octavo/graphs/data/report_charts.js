@@ -4,7 +4,7 @@ const FAMILIES = {
   attention: ["attend", "window_latent", "publish", "select", "select_candidates", "index_query", "commit_window"],
   experts: ["experts", "shared_expert", "combine"],
   mhc: ["mhc_site", "mhc_mix", "mhc_collapse", "mhc_expand", "stream_mean"],
-  linear: ["linear", "linear_f8", "linear_f32", "grouped_linear"],
+  linear: ["linear", "linear_f8", "linear_f8_pair", "linear_f32", "grouped_linear"],
   norm: ["rms_norm"],
   engram: ["engram_gate", "engram_hash", "engram_lookup", "token_classes", "embed_tokens"],
 };
@@ -34,7 +34,7 @@ function tagFill(kind) {
 const callName = (call) => (call.region ? `${call.operator} (${call.region})` : call.operator ?? call.node);
 /** For cells of the picture; the detail has the whole names. */
 const SHORT = {
-  mhc_site: "site", mhc_mix: "mix", grouped_linear: "grouped", shared_expert: "shared", window_latent: "latent",
+  mhc_site: "site", mhc_mix: "mix", linear_f8_pair: "pair", grouped_linear: "grouped", shared_expert: "shared", window_latent: "latent",
   index_query: "query", engram_gate: "engram", engram_hash: "hash", engram_lookup: "lookup", embed_tokens: "embed", commit_window: "commit",
   select_candidates: "candidates", "gather in global order": "gather", "gather rank by rank": "gather", "reduce-scatter": "reduce",
 };

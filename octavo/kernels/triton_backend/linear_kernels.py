@@ -333,3 +333,65 @@ def multiply_two(
     mask = here[:, None] & (column < outputs)[None, :]
     tl.store(place, tl.trans(one).to(target.dtype.element_ty), mask=mask)
     tl.store(place + outputs, tl.trans(two).to(target.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows", "scale_stride", "share"])
+def multiply_pair(
+    x: tl.tensor,
+    first_weight: tl.tensor,
+    first_scales: tl.tensor,
+    first_target: tl.tensor,
+    second_weight: tl.tensor,
+    second_scales: tl.tensor,
+    second_target: tl.tensor,
+    rows: tl.int32,
+    channels: tl.int32,
+    row_stride: tl.int32,
+    words: tl.int32,
+    scale_stride: tl.int32,
+    first_outputs: tl.int32,
+    second_outputs: tl.int32,
+    share: tl.int32,
+    INPUT: tl.constexpr,
+    WHOLE: tl.constexpr,
+    WORDS_OF_SCALES: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WARPS: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> None:
+    """As :func:`multiply` of one group, two matrices on the same rows: tiles of outputs are the first one's, then the
+    second one's, each with a target of its own."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    tiles = tl.cdiv(first_outputs, OUTPUTS)
+    # Chosen, not branched to: the wait below must come before any branch.
+    second = tl.program_id(1) >= tiles
+    weight = tl.where(second, second_weight, first_weight)
+    scales = tl.where(second, second_scales, first_scales)
+    target = tl.where(second, second_target, first_target)
+    outputs = tl.where(second, second_outputs, first_outputs)
+    first = (tl.program_id(1) - tl.where(second, tiles, 0)) * OUTPUTS
+    split = tl.program_id(2)
+    here = row < rows
+    output = first + weight_rows(OUTPUTS, WARPS)
+    there = output < outputs
+    source = x + row[:, None].to(tl.int64) * row_stride
+    codes = weight + output[:, None].to(tl.int64) * words
+    bytes_of = scales + (output // GROUP)[:, None] * scale_stride
+    low = split * share
+    high = tl.minimum(low + share, tl.cdiv(channels, BLOCK))
+    if target.dtype.element_ty == tl.float32:
+        let_next_start()
+    wait_for_ahead()
+    total = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    for step in tl.range(low, high, BLOCKS, num_stages=STAGES):
+        for number in tl.static_range(BLOCKS):
+            block = step + number
+            values = load_rows(source, here, block, channels, WHOLE, INPUT)
+            total = add_products(total, codes, bytes_of, there, block, words, values, WHOLE, WORDS_OF_SCALES, WARPS)
+    column = first + tl.arange(0, OUTPUTS)
+    place = (split.to(tl.int64) * rows + row)[:, None] * outputs + column[None, :]
+    tl.store(
+        target + place, tl.trans(total).to(target.dtype.element_ty), mask=here[:, None] & (column < outputs)[None, :]
+    )

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from octavo.kernels.quantise import GROUP_Q8
 from octavo.kernels.triton_backend.device import multiprocessors
-from octavo.kernels.triton_backend.linear_kernels import BLOCK, LARGEST_SCALE, multiply, multiply_two
-from octavo.kernels.triton_backend.linear_steps import dequantise, prepare_rows, sum_parts
+from octavo.kernels.triton_backend.linear_kernels import BLOCK, LARGEST_SCALE, multiply, multiply_pair, multiply_two
+from octavo.kernels.triton_backend.linear_steps import dequantise, prepare_rows, sum_parts, sum_parts_of_pair
 from octavo.kernels.triton_backend.linear_tiles import Launch, choose_share
 
 _BLOCK: int = BLOCK.value
@@ -136,6 +136,68 @@ def multiply_both(launch: Launch, x: Tensor, kind: str, w1: Tensor, s1: Tensor, 
         launch_pdl=True,
     )
     return parts
+
+
+def multiply_pair_few(
+    launch: Launch, x: Tensor, weight_a: Tensor, scale_a: Tensor, weight_b: Tensor, scale_b: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Two products of rows x [R, in] BF16 that go through Q8, by weights [out, in] E4M3 of any numbers of outputs.
+
+    -> [R, out_a] and [R, out_b] BF16. Inputs are split as for one matrix with the outputs of both; split alike, each
+    result has the bits of :func:`multiply_few`.
+    """
+    source, kind = prepare(launch, x, quantised=True)
+    rows, (first, channels), second = x.shape[0], weight_a.shape, weight_b.shape[0]
+    grid_rows, first_tiles, blocks = _tiles(launch, rows, first, channels)
+    _, second_tiles, _ = _tiles(launch, rows, second, channels)
+    tiles = first_tiles + second_tiles
+    share = choose_share(launch, grid_rows * tiles, blocks, multiprocessors(x.device))
+    splits = -(-blocks // share)
+    results = x.new_empty(rows, first), x.new_empty(rows, second)
+    parts = results if splits == 1 else tuple(x.new_empty(splits, *r.shape, dtype=torch.float32) for r in results)
+    first_scales, by_words = scale_words(scale_a, channels)
+    second_scales, _ = scale_words(scale_b, channels)
+    multiply_pair[(grid_rows, tiles, splits)](
+        source,
+        code_words(weight_a),
+        first_scales,
+        parts[0],
+        code_words(weight_b),
+        second_scales,
+        parts[1],
+        rows,
+        channels,
+        source.stride(0),
+        channels // 4,
+        first_scales.shape[1],
+        first,
+        second,
+        share,
+        INPUT=kind,
+        WHOLE=channels % (_BLOCK * launch.blocks) == 0,
+        WORDS_OF_SCALES=by_words,
+        ROWS=launch.rows,
+        OUTPUTS=launch.outputs,
+        BLOCKS=launch.blocks,
+        WARPS=launch.warps,
+        STAGES=_stages(launch, by_words),
+        num_warps=launch.warps,
+        launch_pdl=True,
+    )
+    if splits > 1:
+        sizes = [result.numel() for result in results]
+        sum_parts_of_pair[(sum(triton.cdiv(size, _NUMBERS) for size in sizes),)](
+            parts[0],
+            results[0],
+            parts[1],
+            results[1],
+            splits,
+            *sizes,
+            MOST=most_parts(splits),
+            NUMBERS=_NUMBERS,
+            launch_pdl=True,
+        )
+    return results
 
 
 def prepared_rows(x: Tensor, quantised: bool, fragments: bool) -> Tensor:

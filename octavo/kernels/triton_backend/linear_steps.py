@@ -37,14 +37,33 @@ def sum_parts(
     parts: tl.tensor, target: tl.tensor, splits: tl.int32, size: tl.int32, MOST: tl.constexpr, NUMBERS: tl.constexpr
 ) -> None:
     """parts [splits, size] F32, added in their order -> target [size] BF16; NUMBERS a program, at most MOST parts."""
-    place = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
-    there = place < size
-    wait_for_ahead()
-    total = tl.load(parts + place, mask=there, other=0.0)
-    for split in tl.static_range(1, MOST):
-        mask = there & (split < splits)
-        total += tl.load(parts + split * size.to(tl.int64) + place, mask=mask, other=0.0)
-    tl.store(target + place, total.to(target.dtype.element_ty), mask=there)
+    _sum_numbers(parts, target, tl.program_id(0), splits, size, MOST, NUMBERS)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def sum_parts_of_pair(
+    first_parts: tl.tensor,
+    first_target: tl.tensor,
+    second_parts: tl.tensor,
+    second_target: tl.tensor,
+    splits: tl.int32,
+    first_size: tl.int32,
+    second_size: tl.int32,
+    MOST: tl.constexpr,
+    NUMBERS: tl.constexpr,
+) -> None:
+    """:func:`sum_parts` twice: the first programs add the first parts, those behind them the second ones."""
+    programs = tl.cdiv(first_size, NUMBERS)
+    second = tl.program_id(0) >= programs
+    _sum_numbers(
+        tl.where(second, second_parts, first_parts),
+        tl.where(second, second_target, first_target),
+        tl.program_id(0) - tl.where(second, programs, 0),
+        splits,
+        tl.where(second, second_size, first_size),
+        MOST,
+        NUMBERS,
+    )
 
 
 @triton.jit(do_not_specialize=["splits", "rows"])
@@ -111,6 +130,26 @@ def dequantise(
     column = tl.program_id(0) * (GROUPS * GROUP) + tl.arange(0, GROUPS * GROUP)
     place = row[:, None].to(tl.int64) * (words * 4) + column[None, :]
     tl.store(target + place, values, mask=(row < outputs)[:, None] & (column < words * 4)[None, :])
+
+
+@triton.jit
+def _sum_numbers(
+    parts: tl.tensor,
+    target: tl.tensor,
+    program: tl.int32,
+    splits: tl.int32,
+    size: tl.int32,
+    MOST: tl.constexpr,
+    NUMBERS: tl.constexpr,
+) -> None:
+    place = program.to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
+    there = place < size
+    wait_for_ahead()
+    total = tl.load(parts + place, mask=there, other=0.0)
+    for split in tl.static_range(1, MOST):
+        mask = there & (split < splits)
+        total += tl.load(parts + split * size.to(tl.int64) + place, mask=mask, other=0.0)
+    tl.store(target + place, total.to(target.dtype.element_ty), mask=there)
 
 
 @triton.jit

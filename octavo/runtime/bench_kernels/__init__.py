@@ -11,7 +11,12 @@ from collections.abc import Callable, Iterator
 from octavo.runtime.bench_kernels.attend import attend_cases
 from octavo.runtime.bench_kernels.case import KernelCase
 from octavo.runtime.bench_kernels.experts import experts_cases
-from octavo.runtime.bench_kernels.linear import grouped_linear_cases, linear_cases, shared_expert_cases
+from octavo.runtime.bench_kernels.linear import (
+    grouped_linear_cases,
+    linear_cases,
+    linear_pair_cases,
+    shared_expert_cases,
+)
 from octavo.runtime.bench_kernels.mhc import collapse_cases, expand_cases, linear_f32_cases, mix_cases, site_cases
 from octavo.runtime.bench_kernels.prelude import (
     classes_cases,
@@ -28,6 +33,7 @@ OPERATOR_CASES: dict[str, Callable[[], Iterator[KernelCase]]] = {
     "attend": attend_cases,
     "experts": experts_cases,
     "linear_f8": linear_cases,
+    "linear_f8_pair": linear_pair_cases,
     "grouped_linear": grouped_linear_cases,
     "shared_expert": shared_expert_cases,
     "linear_f32": linear_f32_cases,

@@ -1,4 +1,4 @@
-"""Cases of ``linear_f8``, ``grouped_linear`` and ``shared_expert`` at the released model's widths.
+"""Cases of ``linear_f8``, ``linear_f8_pair``, ``grouped_linear`` and ``shared_expert`` at the released model's widths.
 
 The library's part multiplies unquantised rows by weights in BF16, which take twice the memory.
 """
@@ -21,6 +21,8 @@ _HIDDEN, _INNER, _LIMIT = 5120, 2304, 10.0
 _HEADS, _HEAD_DIM, _GROUPS, _RANK = 64, 512, 8, 1024
 _SHAPES = ((5120, 1280), (1280, 32768), (8192, 5120), (5120, 512))
 """Inputs and outputs: query down and up, output projection, latent."""
+_PAIR = {"a": 1280, "b": 512}
+"""Outputs by weight: query down and latent, both of the hidden rows."""
 _ROWS = (1, 16, 64, 128, 512, 2048, 8192)
 _MOST_COPIES = 32
 
@@ -31,6 +33,11 @@ def linear_cases() -> Iterator[KernelCase]:
     for inputs, outputs in _SHAPES:
         for rows in _ROWS:
             yield KernelCase(f"{inputs} to {outputs}, {rows} rows", functools.partial(_linear, rows, inputs, outputs))
+
+
+def linear_pair_cases() -> Iterator[KernelCase]:
+    for rows in _ROWS:
+        yield KernelCase(f"{rows} rows", functools.partial(_pair, rows))
 
 
 def grouped_linear_cases() -> Iterator[KernelCase]:
@@ -54,6 +61,38 @@ def _linear(rows: int, inputs: int, outputs: int) -> Prepared:
         return torch.mm(x, wide[number].t())
 
     return _prepared(kernels.linear_f8, given, library, rows, [(outputs, inputs)], inputs + outputs)
+
+
+@torch.no_grad()
+def _pair(rows: int) -> Prepared:
+    """Against the two operators that it stands for, and one product of the library with both weights."""
+    given: list[dict[str, Any]] = []
+    for _ in range(copies_for(float(_HIDDEN * sum(_PAIR.values())), _MOST_COPIES)):
+        given.append({"x": _rows(rows, _HIDDEN)})
+        for name, outputs in _PAIR.items():
+            given[-1] |= _weight(f"weight_{name}", f"scale_{name}", outputs, _HIDDEN)
+    wide = [torch.cat([bf16_tiles(one[f"weight_{n}"], one[f"scale_{n}"]) for n in _PAIR]) for one in given]
+    alone = kernels.linear_f8.backends["triton"].overload
+
+    def two(number: int) -> object:
+        one = given[number]
+        return tuple(alone(one["x"], one[f"weight_{name}"], one[f"scale_{name}"]) for name in _PAIR)
+
+    def library(number: int) -> Tensor:
+        x: Tensor = given[number]["x"]
+        return torch.mm(x, wide[number].t())
+
+    weights = _HIDDEN * sum(_PAIR.values())
+    return Prepared(
+        variants={
+            "triton": functools.partial(call_copy, kernels.linear_f8_pair.backends["triton"].overload, given),
+            "two operators": two,
+            "cuBLAS, BF16": library,
+        },
+        copies=len(given),
+        operations=2.0 * rows * weights,
+        bytes=_bytes(weights, rows, _HIDDEN + sum(_PAIR.values())),
+    )
 
 
 @torch.no_grad()
@@ -105,8 +144,13 @@ def _prepared(
         variants={**ours, "cuBLAS, BF16": library},
         copies=len(given),
         operations=2.0 * rows * weights,
-        bytes=weights * (1 + 1 / 1024) + 2.0 * rows * channels,
+        bytes=_bytes(weights, rows, channels),
     )
+
+
+def _bytes(weights: int, rows: int, channels: int) -> float:
+    """Of so many weights in F8 with their scales, and of rows of so many channels in BF16."""
+    return weights * (1 + 1 / 1024) + 2.0 * rows * channels
 
 
 def _rows(*shape: int) -> Tensor:
