@@ -241,6 +241,11 @@ def choose_compiler(name: Literal["auto", "inductor", "none"], numerics: Numeric
     return name == "inductor" or (name == "auto" and numerics == "fast" and device.type == "cuda")
 
 
+def choose_overlap(config: EngineConfig, device: torch.device) -> bool:
+    """Whether a step is launched before the one before is read. Without a GPU the host computes the step itself."""
+    return config.overlap == "on" or (config.overlap == "auto" and config.ranks == 1 and device.type == "cuda")
+
+
 def activation_dtype(numerics: Numerics) -> torch.dtype:
     """BF16, or F32 in mode ``plain``."""
     return torch.float32 if numerics == "plain" else torch.bfloat16

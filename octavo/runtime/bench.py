@@ -63,6 +63,7 @@ def measure_engine(engine: Engine, load: Load, seed: int = 0) -> dict[str, Any]:
         "max_tokens": load.max_tokens,
         "seconds": seconds,
         "steps": steps,
+        "overlapped_steps": after["overlapped_steps"] - before["overlapped_steps"],
         "prefill_tokens_per_second": load.requests * load.prompt_tokens / prefill_end,
         "decode_tokens_per_second": (made - load.requests) / decode_seconds if load.max_tokens > 1 else None,
         "time_to_first_token": percentiles([a.queue_seconds + a.prefill_seconds for a in answers]),
@@ -118,7 +119,7 @@ class _StubRunner:
     def set_pages(self, pages: Sequence[tuple[int, int, int]]) -> None:
         pass
 
-    def run(self, chunks: Sequence[Chunk]) -> Tensor:
+    def run(self, chunks: Sequence[Chunk], drawn: Tensor | None = None) -> Tensor:
         return self._hidden
 
     def logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
@@ -157,7 +158,7 @@ def report_lines(report: dict[str, Any]) -> list[str]:
     engine, decode = report["engine"], report["engine"]["decode_tokens_per_second"]
     lines = [
         f"{engine['requests']} requests of {engine['prompt_tokens']} + {engine['max_tokens']} tokens: "
-        f"{engine['seconds']:.2f} s in {engine['steps']} steps",
+        f"{engine['seconds']:.2f} s in {engine['steps']} steps, {engine['overlapped_steps']} of them overlapped",
         f"prefill           {engine['prefill_tokens_per_second']:10.1f} tokens/s",
         f"decode            {decode:10.1f} tokens/s" if decode is not None else "decode                     -",
     ]
@@ -171,8 +172,11 @@ def report_lines(report: dict[str, Any]) -> list[str]:
             f"between ranks     {traffic['collectives']:10.1f} collectives a step, {size(traffic['bytes_sent'])} sent, "
             f"{share:.0%} of rank 0's time (waiting for others included)"
         )
+    lines.append(f"a step, microseconds (mean)  {_parts(engine['microseconds_per_step'])}")
     lines.append("a decode step beside the model, microseconds (model stubbed, median):")
-    for entry in report["scheduler"]:
-        parts = "  ".join(f"{part} {value:.0f}" for part, value in entry["microseconds"].items())
-        lines.append(f"  {entry['requests']:>4} requests     {parts}")
+    lines += [f"  {entry['requests']:>4} requests     {_parts(entry['microseconds'])}" for entry in report["scheduler"]]
     return lines
+
+
+def _parts(microseconds: dict[str, float]) -> str:
+    return "  ".join(f"{part} {value:.0f}" for part, value in microseconds.items())

@@ -82,6 +82,11 @@ class EngineConfig:
         "auto",
     )
     buckets: str = option("Row counts to prepare programs for: default, dense, or such as 1,8,64.", "default")
+    overlap: Literal["auto", "on", "off"] = option(
+        "Launch a step before the tokens of the one before are read (on), so that a GPU need not wait for the host, or "
+        "after that (off). auto: on for one rank on CUDA.",
+        "auto",
+    )
     dump_dir: Path | None = option(
         "Write how the model was compiled to this directory, and a line for every step to its replay.jsonl.", None
     )
@@ -100,6 +105,11 @@ class EngineConfig:
         self._check("max_model_len", 2, 1 << 40, "must be at least 2, a prompt token and an answer token")
         self._check("memory_fraction", 0.01, 1.0, "must be from 0.01 to 1")
         self._check("step_deadline", 0.001, 1e9, "must be above 0 seconds")
+        if self.overlap == "on" and self.ranks > 1:
+            raise UsageError(
+                f"--overlap on with --ranks {self.ranks}: only rank 0 knows what has been drawn, so steps of several "
+                "ranks do not overlap. Use --overlap off or auto, or one rank."
+            )
         if self.kv_tokens is not None and self.memory_fraction is not None:
             raise UsageError("--kv-tokens and --memory-fraction both size the state: give one of them")
         if self.weights == "checkpoint" and self.preset is not None:

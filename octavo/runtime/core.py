@@ -1,4 +1,9 @@
-"""One step after another: schedule, compute, sample, deliver. Single-threaded; it owns all requests.
+"""One step after another: schedule, compute, sample, read, deliver. Single-threaded; it owns all requests.
+
+With overlap a step is launched before the tokens of the one before are read: where its rows need such a token, the
+device puts it in. The host reads and delivers while the device computes, and then draws, knowing every token. So masks,
+penalties and log probabilities need no way of their own. An answer that ends in some other way than by its length has
+one row more under way, which is dropped.
 
 A request that fails (a token mask that raises) ends by itself and disturbs no other. What breaks the step itself ends
 the engine.
@@ -6,24 +11,27 @@ the engine.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, cast, get_args
 
 import torch
 from torch import Tensor
 
-from octavo.runtime.logprobs import TokenLogprob, logprobs_of
+from octavo.runtime.in_flight import InFlight
+from octavo.runtime.logprobs import Logprobs, TokenLogprob
 from octavo.runtime.request import Answer, FinishReason, Request
 from octavo.runtime.runner import Chunk
-from octavo.runtime.sampler import sample
+from octavo.runtime.sampler import Sampled, sample
 from octavo.runtime.scheduler import Scheduler, Step
 from octavo.runtime.step_program import PROMPT_ROWS
 from octavo.runtime.upload import upload
 
-PARTS = ("schedule", "run", "sample", "deliver")
-"""Of a step, in order."""
+PARTS = ("schedule", "run", "sample", "read", "deliver")
+"""Of a step; ``read`` waits for the device. With overlap the last two are those of the step before, and come behind
+``run``."""
 
 Clock = Callable[[], float]
 
@@ -35,8 +43,11 @@ class StepRunner(Protocol):
         """Enter (slot, place, page) into the page table."""
         ...
 
-    def run(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Compute all rows and write their state -> hidden rows [R, D]."""
+    def run(self, chunks: Sequence[Chunk], drawn: Tensor | None = None) -> Tensor:
+        """Compute all rows and write their state -> hidden rows [R, D], until the next step.
+
+        ``drawn`` [n] int64: what ids below zero stand for, see :class:`Chunk`; given with overlap alone.
+        """
         ...
 
     def logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
@@ -53,6 +64,12 @@ class Stats:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
+    overlapped_steps: int = 0
+    """Launched before the tokens of the step before were read."""
+    early_reads: int = 0
+    """Steps that were read before the next was launched, although steps overlap: pages were short."""
+    rows_in_vain: int = 0
+    """Computed for answers that had ended when their tokens were read."""
     finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(get_args(FinishReason), 0))
     """Answers by finish reason."""
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
@@ -61,19 +78,24 @@ class Stats:
 class EngineCore:
     """All requests of an engine."""
 
-    def __init__(self, scheduler: Scheduler, runner: StepRunner, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self, scheduler: Scheduler, runner: StepRunner, clock: Clock = time.monotonic, *, overlap: bool = False
+    ) -> None:
+        """``overlap``: launch a step before the tokens of the one before are read."""
         self.scheduler = scheduler
         self.runner = runner
         self.clock = clock
+        self.overlap = overlap
         self.stats = Stats()
         self.ended = 0
         """Answers that have ended since the start."""
         self.doing = "waiting for requests"
         """What the engine is at; read by the watchdog, from another thread."""
+        self._in_flight: InFlight | None = None
 
     @property
     def busy(self) -> bool:
-        return bool(self.scheduler.running or self.scheduler.waiting)
+        return bool(self.scheduler.running or self.scheduler.waiting) or self._in_flight is not None
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises :class:`~octavo.errors.UsageError` if it can never be computed."""
@@ -86,71 +108,114 @@ class EngineCore:
             self._finish(request, reason)
 
     def step(self) -> None:
-        """Compute one step, if there is anything to compute."""
-        times = [time.perf_counter()]
-        self.doing = "scheduling"
-        now = self.clock()
-        step = self.scheduler.schedule(now)
-        for sequence in step.expired:
-            self._finish(cast(Request, sequence), "timeout")
-        times.append(time.perf_counter())
-        if not step.work:
-            self.doing = "waiting for requests"
-            return
-        self._describe(step)
-        chunks = []
-        for sequence, start, stop, _ in step.work:
-            request = cast(Request, sequence)
-            if request.started is None:
-                request.started = now
-            chunks.append(Chunk(request.slot, start, request.tokens[start:stop]))
-        self.runner.set_pages(step.new_pages)
-        hidden = self.runner.run(chunks)
-        self.scheduler.computed(step)
-        times.append(time.perf_counter())
-        self.doing = f"sampling {len(step.work)} rows"
-        rows, last = [], -1
-        for sequence, start, stop, samples in step.work:
-            last += stop - start
-            if samples:
-                rows.append((cast(Request, sequence), last))
-        self._prompt_logprobs(step, hidden)
-        sampled = self._sample(hidden, rows) if rows else []
-        times.append(time.perf_counter())
-        self.doing = f"delivering {len(sampled)} tokens"
-        now = self.clock()
-        for request, token in sampled:
-            self._advance(request, token, now)
-        times.append(time.perf_counter())
-        self._count(step, times)
+        """Compute one step, if there is anything to compute, and read the one before, if that is still to be done."""
+        if self.overlap and self._in_flight is not None and self.scheduler.is_short_of_pages():
+            self.stats.early_reads += 1  # it may end an answer, and so spare another one to give way
+            self.read()
+        step = self._schedule()
+        hidden = self._run(step) if step.work else None
+        self.read()
+        if hidden is not None:
+            self._sample(step, hidden)
         self.doing = "waiting for requests"
 
-    def _sample(self, hidden: Tensor, rows: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
-        """Tokens of the rows that sample; a row that fails ends its request alone."""
-        logits = self.runner.logits(hidden, [row for _, row in rows])
-        sampled, asked = [], []
-        for row, outcome in enumerate(sample(logits, [request.draw for request, _ in rows])):
-            request = rows[row][0]
-            if isinstance(outcome, Exception):
-                self._finish(request, "error", error=f"{type(outcome).__name__}: {outcome}")
-                continue
-            if request.params.logprobs is not None:
-                asked.append((request, row, outcome, request.params.logprobs))
-            sampled.append((request, outcome))
-        if asked:
-            requests, places, tokens, tops = zip(*asked, strict=True)
-            chosen = logits.index_select(0, upload(torch.tensor(places), logits.device))
-            for request, logprob in zip(requests, logprobs_of(chosen, tokens, tops), strict=True):
-                request.logprobs.append(logprob)
-        return sampled
+    def read(self) -> None:
+        """Wait for what the last step has drawn, unless it has been read, and deliver it."""
+        step, self._in_flight = self._in_flight, None
+        if step is None:
+            return
+        with self._part("read", f"reading {len(step.requests)} tokens of step {step.number}"):
+            outcomes = step.sampled.read()
+            for request, prompt_logprobs in step.prompt_logprobs:
+                request.prompt_logprobs += prompt_logprobs.read()
+            logprobs = dict(zip(step.asked, step.logprobs.read() if step.logprobs else (), strict=True))
+        with self._part("deliver", f"delivering {len(step.requests)} tokens"):
+            now = self.clock()
+            for request, outcome in zip(step.requests, outcomes, strict=True):
+                if request.done:
+                    self.stats.rows_in_vain += 1
+                elif isinstance(outcome, Exception):
+                    self._finish(request, "error", error=f"{type(outcome).__name__}: {outcome}")
+                else:
+                    self._advance(request, outcome, logprobs.get(request), now)
 
-    def _advance(self, request: Request, token: int, now: float) -> None:
-        """Append a sampled token, give out its text, and end the answer if it is complete."""
-        request.tokens.append(token)
+    def _schedule(self) -> Step:
+        with self._part("schedule", "scheduling"):
+            step = self.scheduler.schedule(self.clock())
+            for sequence in step.expired:
+                self._finish(cast(Request, sequence), "timeout")
+            self.stats.preemptions += len(step.preempted)
+        return step
+
+    def _run(self, step: Step) -> Tensor:
+        """Launch the step's rows -> hidden rows."""
+        stats, now, chunks = self.stats, self.clock(), []
+        stats.steps += 1
+        stats.rows += step.rows
+        with self._part("run", self._description(step)):
+            for sequence, start, stop, _ in step.work:
+                request = cast(Request, sequence)
+                if request.started is None:
+                    request.started = now
+                chunks.append(Chunk(request.slot, start, request.tokens[start:stop]))
+            drawn = None
+            if self._in_flight is not None and self._in_flight.requests:
+                drawn = self._in_flight.sampled.tokens
+                stats.overlapped_steps += 1
+            self.runner.set_pages(step.new_pages)
+            hidden = self.runner.run(chunks, drawn)
+            self.scheduler.computed(step)
+        return hidden
+
+    def _sample(self, step: Step, hidden: Tensor) -> None:
+        """Draw the next tokens. They are read at once, or with overlap behind the launch of the next step."""
+        with self._part("sample", f"sampling {len(step.work)} rows"):
+            requests, rows, last = list[Request](), list[int](), -1
+            for sequence, start, stop, samples in step.work:
+                last += stop - start
+                request = cast(Request, sequence)
+                if request.done:
+                    self.stats.rows_in_vain += stop - start
+                elif samples:
+                    requests.append(request)
+                    rows.append(last)
+            prompt_logprobs = self._prompt_logprobs(step, hidden)
+            self._in_flight = self._draw(hidden, requests, rows, prompt_logprobs)
+            for place, request in enumerate(requests):
+                request.expect(place)
+        if requests and not self.overlap:
+            self.read()
+
+    def _draw(
+        self,
+        hidden: Tensor,
+        requests: list[Request],
+        rows: list[int],
+        prompt_logprobs: list[tuple[Request, Logprobs]],
+    ) -> InFlight:
+        """A token for each request from its row, with log probabilities for those that asked."""
+        number = self.stats.steps
+        if not requests:
+            nothing = Sampled(torch.empty(0, dtype=torch.int64, device=hidden.device), {})
+            return InFlight(number, requests, nothing, [], None, prompt_logprobs)
+        logits = self.runner.logits(hidden, rows)
+        sampled = sample(logits, [request.draw for request in requests])
+        asking = [place for place, request in enumerate(requests) if request.params.logprobs is not None]
+        asked, logprobs = [requests[place] for place in asking], None
+        if asking:
+            places = upload(torch.tensor(asking), logits.device)
+            tops = [request.params.logprobs or 0 for request in asked]
+            logprobs = Logprobs(logits.index_select(0, places), sampled.tokens.index_select(0, places), tops)
+        return InFlight(number, requests, sampled, asked, logprobs, prompt_logprobs)
+
+    def _advance(self, request: Request, token: int, logprob: TokenLogprob | None, now: float) -> None:
+        """Take a sampled token in, give out its text, and end the answer if it is complete."""
+        request.learn(token)
+        if logprob is not None:
+            request.logprobs.append(logprob)
         if request.first_token is None:
             request.first_token = now
         params, made = request.params, request.made
-        logprob = request.logprobs[-1] if params.logprobs is not None else None
         self.stats.generated_tokens += 1
         if token in request.ending and made > params.min_tokens:
             self._finish(request, "stop", token=token, logprob=logprob, stop=token)
@@ -158,7 +223,7 @@ class EngineCore:
         text, stop = request.text.push(token, may_stop=made > params.min_tokens)
         if stop is not None:
             self._finish(request, "stop", token=token, logprob=logprob, text=text, stop=stop)
-        elif made == params.max_tokens or len(request.tokens) >= request.max_length:
+        elif request.complete:
             self._finish(request, "length", token=token, logprob=logprob, text=text)
         else:
             self._deliver(request, text, token, logprob)
@@ -175,6 +240,7 @@ class EngineCore:
         error: str | None = None,
     ) -> None:
         """Take a request out and give its client the finished answer."""
+        request.forget_unread()
         self.scheduler.finish(request)
         if not isinstance(stop, str):
             rest, found = request.text.finish()
@@ -202,8 +268,9 @@ class EngineCore:
         except Exception:
             self.abort(request)
 
-    def _prompt_logprobs(self, step: Step, hidden: Tensor) -> None:
+    def _prompt_logprobs(self, step: Step, hidden: Tensor) -> list[tuple[Request, Logprobs]]:
         """Log probabilities of the prompt tokens that follow this step's rows; none twice after a preemption."""
+        found = []
         first = 0
         for work in step.work:
             request = cast(Request, work.sequence)
@@ -215,18 +282,20 @@ class EngineCore:
                     high = min(low + PROMPT_ROWS, work.stop, request.prompt_length - 1)
                     rows = [first + position - work.start for position in range(low, high)]
                     logits = self.runner.logits(hidden, rows)
-                    request.prompt_logprobs += logprobs_of(logits, request.tokens[low + 1 : high + 1], wanted)
+                    tokens = upload(torch.tensor(request.tokens[low + 1 : high + 1]), logits.device)
+                    found.append((request, Logprobs(logits, tokens, [wanted] * len(rows))))
             first += work.stop - work.start
+        return found
 
-    def _describe(self, step: Step) -> None:
+    def _description(self, step: Step) -> str:
         decoding = sum(work.samples and work.stop - work.start == 1 for work in step.work)
         requests = f"{len(step.work)} requests ({decoding} decoding)"
-        self.doing = f"computing step {self.stats.steps + 1}: {step.rows} rows of {requests}"
+        return f"computing step {self.stats.steps}: {step.rows} rows of {requests}"
 
-    def _count(self, step: Step, times: list[float]) -> None:
-        stats = self.stats
-        stats.steps += 1
-        stats.rows += step.rows
-        stats.preemptions += len(step.preempted)
-        for part, begin, end in zip(PARTS, times, times[1:], strict=False):
-            stats.seconds[part] += end - begin
+    @contextlib.contextmanager
+    def _part(self, name: str, doing: str) -> Iterator[None]:
+        """A part of a step: it is told what the engine is at, and its seconds are counted."""
+        self.doing = doing
+        began = time.perf_counter()
+        yield
+        self.stats.seconds[name] += time.perf_counter() - began

@@ -16,7 +16,7 @@ from typing import Any, Self
 from octavo.errors import UsageError
 from octavo.graphs.dump import claim
 from octavo.runtime.answer_text import AnswerText
-from octavo.runtime.assemble import Progress, assemble
+from octavo.runtime.assemble import Progress, assemble, choose_overlap
 from octavo.runtime.config import EngineConfig
 from octavo.runtime.core import EngineCore
 from octavo.runtime.logprobs import TokenLogprob
@@ -123,7 +123,9 @@ class EngineBase:
         ]
         """Phases of the start and their seconds; together all of it."""
         waits_for = others.stopped if others is not None else str
-        self._loop = EngineLoop(EngineCore(scheduler, self._leader or runner), self.config.step_deadline, waits_for)
+        overlap = choose_overlap(self.config, assembly.device)
+        core = EngineCore(scheduler, self._leader or runner, overlap=overlap)
+        self._loop = EngineLoop(core, self.config.step_deadline, waits_for)
         if others is not None:
             others.on_failure(lambda failure: self._loop.fail(EngineFailure(f"The engine ended: {failure}")))
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.numerics import largest
-from octavo.runtime.upload import upload
+from octavo.runtime.download import Download
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,16 +22,22 @@ class TokenLogprob:
     """(id, log probability) of the K likeliest, best first."""
 
 
-def logprobs_of(logits: Tensor, tokens: Sequence[int], top: int | Sequence[int]) -> list[TokenLogprob]:
-    """Log probabilities of one token in each row of logits [n, V] F32, and of the ``top`` likeliest, of all or each."""
-    tops = [top] * len(tokens) if isinstance(top, int) else top
-    if not tokens:
-        return []
-    every = torch.log_softmax(logits.float(), dim=-1)
-    chosen = every.gather(1, upload(torch.tensor(tokens), logits.device).unsqueeze(1)).squeeze(1).tolist()
-    best = largest(logits, max(tops))  # not of the logarithms, whose rounding makes ties
-    ids, values = best.tolist(), every.gather(1, best).tolist()
-    return [
-        TokenLogprob(token, logprob, tuple(zip(row_ids[:count], row_values[:count], strict=True)))
-        for token, logprob, row_ids, row_values, count in zip(tokens, chosen, ids, values, tops, strict=True)
-    ]
+class Logprobs:
+    """Log probabilities of one token in each row of logits, and of the likeliest, on their way to the host."""
+
+    def __init__(self, logits: Tensor, tokens: Tensor, top: Sequence[int]) -> None:
+        """Logits [n, V] F32 of a device, which may be overwritten afterwards; tokens [n] int64 there, below zero where
+        there is none; ``top``: how many of the likeliest each row reports."""
+        every = torch.log_softmax(logits.float(), dim=-1)
+        best = largest(logits, max(top))  # not of the logarithms, whose rounding makes ties
+        chosen = every.gather(1, tokens.clamp_min(0).unsqueeze(1)).squeeze(1)
+        self._top = top
+        self._download = Download(tokens, chosen, best, every.gather(1, best))
+
+    def read(self) -> list[TokenLogprob]:
+        """Wait for them -> one a row; of a row without a token it means nothing."""
+        rows = zip(*(values.tolist() for values in self._download.read()), self._top, strict=True)
+        return [
+            TokenLogprob(token, logprob, tuple(zip(ids[:count], values[:count], strict=True)))
+            for token, logprob, ids, values, count in rows
+        ]

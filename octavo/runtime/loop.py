@@ -127,6 +127,9 @@ class EngineLoop:
                 core.step()
                 self._step_began = None
                 self._forget_ended()
+            self._step_began = time.monotonic()
+            core.read()  # so that nothing is computed any more when the engine is taken down
+            self._step_began = None
             self._take_commands(wait=False)  # what was submitted before close()
             for requests, _ in self._open:
                 for request in requests:

@@ -90,16 +90,35 @@ class Request(Sequence):
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
     started: float | None = None
     first_token: float | None = None
+    unread: bool = False
+    """The last of its tokens has been drawn, and only the device knows it: a number below zero stands for it."""
     draw: Draw = field(init=False)
-    """How its tokens are drawn; it looks at ``tokens`` as they grow."""
+    """How its tokens are drawn; it looks at ``tokens`` as they grow, when none is unread."""
 
     def __post_init__(self) -> None:
+        self.max_length = min(self.max_length, self.prompt_length + self.params.max_tokens)
         self.draw = Draw(self.params, self.seed, self.index, self.tokens, self.prompt_length, self.ending)
 
     @property
     def made(self) -> int:
-        """Tokens of the answer so far."""
-        return len(self.tokens) - self.prompt_length
+        """Tokens of the answer so far, as far as they are known."""
+        return len(self.tokens) - self.unread - self.prompt_length
+
+    def expect(self, place: int) -> None:
+        """Its next token is number ``place`` of those that this step draws."""
+        self.tokens.append(~place)
+        self.unread = True
+
+    def forget_unread(self) -> None:
+        """Take out what stands for a token that is on its way, if there is one."""
+        if self.unread:
+            self.tokens.pop()
+            self.unread = False
+
+    def learn(self, token: int) -> None:
+        """The token that was expected."""
+        self.forget_unread()
+        self.tokens.append(token)
 
     def deliver(
         self,

@@ -26,7 +26,10 @@ _NO_BUCKETS: Mapping[bool, tuple[int, ...]] = MappingProxyType({False: ()})
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The tokens that one request computes in a step: ``ids`` at positions ``start``, ``start + 1``, ..."""
+    """The tokens that one request computes in a step: ``ids`` at positions ``start``, ``start + 1``, ...
+
+    An id below zero, ``~i``, stands for token i of those that the step before has drawn, which may be unknown yet.
+    """
 
     slot: int
     start: int
@@ -61,9 +64,11 @@ class Runner:
             self.pools.page_table[slots, places] = numbers.int()
 
     @torch.no_grad()
-    def run(self, chunks: Sequence[Chunk]) -> Tensor:
+    def run(self, chunks: Sequence[Chunk], drawn: Tensor | None = None) -> Tensor:
         """Compute the chunks and write their state -> hidden rows [R, D], in the chunks' order, until the next step.
 
+        ``drawn`` [n] int64 on the device: what ids below zero stand for; below zero where no token could be drawn, in
+        rows that nobody reads. Only one rank alone takes them.
         Of several ranks every one is given the same chunks; if rows are dealt over them, R is this rank's share.
         A slot stands in at most one chunk, and has the pages for all its tokens up to the chunk's last.
         """
@@ -84,7 +89,11 @@ class Runner:
             image = F.pad(image, (0, missing))
         metadata = upload(metadata, device)
         slots, positions, starts = metadata.unbind()
-        tokens = Tokens(upload(ids, device), slots, positions, starts, positions >= 0, upload(image, device))
+        ids = upload(ids, device)
+        if drawn is not None:
+            known = drawn.index_select(0, ids.bitwise_not().clamp_min(0)).clamp_min(0)
+            ids = torch.where(ids < 0, known, ids)
+        tokens = Tokens(ids, slots, positions, starts, positions >= 0, upload(image, device))
         return self.programs.hidden(tokens, self.sharded)
 
     @torch.no_grad()

@@ -6,13 +6,14 @@ Every row is computed by itself, with the row-invariant rules of design section 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from octavo.errors import OctavoError
+from octavo.runtime.download import Download
 from octavo.runtime.filters import filtered
 from octavo.runtime.noise import gumbel_noise
 from octavo.runtime.sampling import SamplingParams
@@ -37,33 +38,51 @@ class Draw:
     """Tokens that would end the answer, suppressed before ``min_tokens``."""
 
 
-def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int | Exception]:
+class Sampled:
+    """One token of every row, on its way to the host, or why there is none."""
+
+    def __init__(self, tokens: Tensor, failed: Mapping[int, Exception]) -> None:
+        """Tokens [n] int64 of the device, -1 where the largest logit is NaN or infinite; ``failed``: rows that have no
+        token for another reason."""
+        self.tokens = tokens
+        self._failed = failed
+        self._download = Download(tokens)
+
+    def read(self) -> list[int | Exception]:
+        """Wait for the tokens -> by row."""
+        (tokens,) = self._download.read()
+        return [
+            self._failed[row] if row in self._failed else token if token >= 0 else _not_finite()
+            for row, token in enumerate(tokens.tolist())
+        ]
+
+
+def sample(logits: Tensor, draws: Sequence[Draw]) -> Sampled:
     """One token for every row of logits [n, V] F32, or why there is none: a row fails by itself.
 
     A row fails if its largest logit is NaN or infinite, or if its token mask raises or leaves no token. The device is
-    waited for once, when all rows are drawn.
+    not waited for.
     """
-    outcomes: list[int | Exception] = [0] * len(draws)
+    failed: dict[int, Exception] = {}
     plain = [row for row, draw in enumerate(draws) if is_greedy(draw)]
-    rows, tokens = [*plain], list[Tensor]()
     if len(plain) == len(draws):
-        tokens = [greedy(logits)] if plain else []
-    elif plain:
-        tokens = [greedy(logits.index_select(0, upload(torch.tensor(plain), logits.device)))]
+        return Sampled(greedy(logits), failed)
+    rows, tokens = [*plain], list[Tensor]()
+    if plain:
+        tokens = [greedy(logits.index_select(0, _integers(plain, logits)))]
     changed: list[tuple[int, Tensor]] = []
-    for row, draw in enumerate(draws) if len(plain) < len(draws) else ():
+    for row, draw in enumerate(draws):
         if not is_greedy(draw):
             try:
                 changed.append((row, allowed(penalised(logits[row], draw), draw)))
             except Exception as error:  # a hook of the caller's may raise anything
-                outcomes[row] = error
+                failed[row] = error
     for low in range(0, len(changed), _ROWS_AT_ONCE):
         some = changed[low : low + _ROWS_AT_ONCE]
         rows += [row for row, _ in some]
         tokens.append(draw_tokens(torch.stack([values for _, values in some]), [draws[row] for row, _ in some]))
-    for row, token in zip(rows, torch.cat(tokens).tolist() if tokens else (), strict=True):
-        outcomes[row] = token if token >= 0 else _not_finite()
-    return outcomes
+    drawn = torch.full((len(draws),), -1, device=logits.device)
+    return Sampled(drawn.index_copy(0, _integers(rows, logits), torch.cat(tokens)) if rows else drawn, failed)
 
 
 def draw_tokens(logits: Tensor, draws: Sequence[Draw]) -> Tensor:

@@ -4,7 +4,8 @@ Requests are served first come, first served, one prompt after the other. While 
 has, short ones overtake it: whoever fits whole into half of its rows is computed beside it, so that a long prompt holds
 up no short one. When pages run out the youngest request gives its pages back and is computed again later (preemption by
 recomputation); chunked prefill equals whole prefill to the bit and noise is counter-based, so its answer does not
-change. The oldest request can always finish: alone, every request fits.
+change. The oldest request can always finish: alone, every request fits. Lengths alone decide, so that a step can be
+planned while the tokens of the one before are unknown (docs/structures.md, overlapping steps).
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ class Sequence:
     """The scheduler's view of a request: its tokens, and how far they are computed."""
 
     tokens: list[int]
-    """Prompt and sampled tokens. The engine appends what it samples."""
+    """Prompt and sampled tokens. The engine appends what it samples, perhaps before it knows which token that is."""
     max_length: int
-    """Tokens beyond which it is never computed."""
+    """Its most tokens. The last of them is not computed: nothing is sampled after it."""
     deadline: float = float("inf")
     """Clock time after which it is taken out."""
     computed: int = 0
@@ -40,6 +41,11 @@ class Sequence:
     done: bool = False
     order: int = -1
     """Its place in order of arrival, given by :meth:`Scheduler.add`."""
+
+    @property
+    def complete(self) -> bool:
+        """It has its last token, and runs until the engine has seen which one."""
+        return len(self.tokens) >= self.max_length
 
 
 class Work(NamedTuple):
@@ -122,6 +128,13 @@ class Scheduler:
         self._admit(step)
         return step
 
+    def is_short_of_pages(self) -> bool:
+        """Whether the next step's decode rows need more pages than are free, so that somebody would give way."""
+        free = self.pages.free
+        return free < len(self.running) and free < sum(
+            not s.complete and len(s.tokens) > len(s.pages) * PAGE_TOKENS for s in self.running
+        )
+
     def computed(self, step: Step) -> None:
         """The step's rows are in the state now."""
         for work in step.work:
@@ -152,7 +165,7 @@ class Scheduler:
         """One row for every sequence that has one token left to compute."""
         for sequence in self.running:  # preemption takes from its end: whoever has its row keeps it
             length = len(sequence.tokens)
-            if sequence.computed + 1 != length:
+            if sequence.computed + 1 != length or sequence.complete:
                 continue
             if length <= len(sequence.pages) * PAGE_TOKENS or self._reserve(step, sequence, length):
                 step.work.append(Work(sequence, length - 1, length, True))
@@ -190,8 +203,8 @@ class Scheduler:
     def _admit(self, step: Step) -> None:
         """Give waiting sequences a slot, in order, while there are rows, slots, and pages for all their tokens.
 
-        Hence nobody runs without a row in every step. After a preemption nobody comes in: fewer pages are free than
-        were needed.
+        Hence nobody runs without a row in every step, but who is complete. After a preemption nobody comes in: fewer
+        pages are free than were needed.
         """
         while self.waiting and step.rows < self.row_budget and self.slots.free and not step.preempted:
             sequence = self.waiting[0]

@@ -129,13 +129,21 @@ class Sizes:
 class World:
     """Events are its methods; each ends with :meth:`check`."""
 
-    def __init__(self, sizes: Sizes, scheduler: type[Scheduler] = Scheduler) -> None:
+    def __init__(
+        self,
+        sizes: Sizes,
+        scheduler: type[Scheduler] = Scheduler,
+        core: type[EngineCore] = EngineCore,
+        runner: type[StubRunner] = StubRunner,
+        *,
+        overlap: bool = False,
+    ) -> None:
         self.now = 100.0
         self.scheduler = scheduler(
             slots=sizes.slots, pages=sizes.pages, row_budget=sizes.row_budget, max_length=sizes.max_length
         )
         self.max_length = self.scheduler.max_length
-        self.core = EngineCore(self.scheduler, StubRunner(self.scheduler), lambda: self.now)
+        self.core = core(self.scheduler, runner(self.scheduler), lambda: self.now, overlap=overlap)
         self.live: list[Client] = []
         self.clients: list[Client] = []
         self.seen: Counter[str] = Counter()
@@ -191,7 +199,7 @@ class World:
     def drain(self) -> None:
         """Step until nothing is left. The oldest gets a row in each step, so there is an end."""
         steps = self.seen["steps"]
-        most = len(self.live) * self.max_length
+        most = (len(self.live) + 1) * self.max_length  # what is in flight may be nobody's any more
         while self.core.busy:
             self.step()
             assert self.seen["steps"] - steps <= most, "it does not come to an end"
@@ -204,11 +212,17 @@ class World:
         assert scheduler.pages.free == scheduler.pages.count
         assert scheduler.slots.free == scheduler.slots.count
         assert all(client.gone or client.answer is not None for client in self.clients)
+        for answer in (client.answer for client in self.clients):
+            if answer is not None and answer.logprobs is not None:
+                assert [entry.id for entry in answer.logprobs] == answer.ids, "log probabilities of other tokens"
         assert sum(stats.finished.values()) == self.core.ended == len(self.clients)
         assert stats.generated_tokens == sum(client.request.made for client in self.clients)
         assert stats.preemptions == sum(client.request.preemptions for client in self.clients)
         self.seen.update({f"ended by {reason}": count for reason, count in stats.finished.items()})
         self.seen["preemptions"] += stats.preemptions
+        self.seen["overlapped steps"] += stats.overlapped_steps
+        self.seen["early reads"] += stats.early_reads
+        self.seen["rows in vain"] += stats.rows_in_vain
         self.seen["clients that went away"] += sum(client.gone for client in self.clients)
 
     def check(self) -> None:
@@ -260,9 +274,12 @@ def random_ask(draw: random.Random, max_length: int) -> Ask:
         case 4:
             params = replace(params, token_mask=FailingMask(draw.randrange(params.max_tokens)))
         case 5:
-            params = replace(params, temperature=1.0, n=draw.randint(1, 3))
+            penalty = draw.choice((0.0, 0.5))
+            params = replace(params, temperature=1.0, frequency_penalty=penalty, n=draw.randint(1, 3))
         case 6:
             params = replace(params, prompt_logprobs=0, n=draw.randint(1, 2))
+    if draw.random() < 0.1:
+        params = replace(params, logprobs=0)
     return Ask(prompt, params, draw.getrandbits(40))
 
 

@@ -78,11 +78,11 @@ class Gate(StubRunner):
         self.reached = threading.Event()
         """Set when a step stands before the closed gate."""
 
-    def run(self, chunks: Sequence[Chunk]) -> Tensor:
+    def run(self, chunks: Sequence[Chunk], drawn: Tensor | None = None) -> Tensor:
         if not self.open.is_set():
             self.reached.set()
             assert self.open.wait(PATIENCE)
-        return super().run(chunks)
+        return super().run(chunks, drawn)
 
 
 class Broken(Gate):
@@ -94,8 +94,8 @@ class Broken(Gate):
         super().__init__(scheduler)
         self.open.set()
 
-    def run(self, chunks: Sequence[Chunk]) -> Tensor:
-        hidden = super().run(chunks)
+    def run(self, chunks: Sequence[Chunk], drawn: Tensor | None = None) -> Tensor:
+        hidden = super().run(chunks, drawn)
         if self.error is not None:
             raise self.error
         return hidden
@@ -104,9 +104,9 @@ class Broken(Gate):
 class Lazy(StubRunner):
     """Takes a while for each step."""
 
-    def run(self, chunks: Sequence[Chunk]) -> Tensor:
+    def run(self, chunks: Sequence[Chunk], drawn: Tensor | None = None) -> Tensor:
         time.sleep(0.01)
-        return super().run(chunks)
+        return super().run(chunks, drawn)
 
 
 def scheduler_of(slots: int = 4) -> Scheduler:
@@ -115,12 +115,16 @@ def scheduler_of(slots: int = 4) -> Scheduler:
 
 @contextmanager
 def engine(
-    runner: StubRunner | None = None, *, scheduler: Scheduler | None = None, deadline: float = 60.0
+    runner: StubRunner | None = None,
+    *,
+    scheduler: Scheduler | None = None,
+    deadline: float = 60.0,
+    overlap: bool = False,
 ) -> Iterator[EngineLoop]:
     """A running loop; afterwards its threads are gone."""
     before = threading.active_count()
     scheduler = scheduler or scheduler_of()
-    loop = EngineLoop(EngineCore(scheduler, runner or StubRunner(scheduler)), deadline)
+    loop = EngineLoop(EngineCore(scheduler, runner or StubRunner(scheduler), overlap=overlap), deadline)
     try:
         yield loop
     finally:

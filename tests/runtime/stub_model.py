@@ -6,7 +6,7 @@ Logits are a pure function of all tokens so far, so whatever a scheduler mixes u
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import tokenizers
 import torch
@@ -61,8 +61,9 @@ class StubRunner:
         for slot, place, page in pages:
             self._table[slot][place] = page
 
-    def run(self, chunks: Sequence[Chunk]) -> Tensor:
+    def run(self, chunks: Sequence[Chunk], drawn: Tensor | None = None) -> Tensor:
         """-> digests [R] int64, the hidden rows of this model."""
+        chunks = [replace(chunk, ids=[self._known(token, drawn) for token in chunk.ids]) for chunk in chunks]
         self._check_batch(chunks)
         for sequence in self._scheduler.running:
             table = self._table[sequence.slot]
@@ -72,6 +73,13 @@ class StubRunner:
     def logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
         return logits_after(hidden[rows].tolist())
 
+    def _known(self, token: int, drawn: Tensor | None) -> int:
+        """What an id below zero stands for."""
+        if token >= 0:
+            return token
+        assert drawn is not None, "a token that nobody has drawn"
+        return max(int(drawn[~token]), 0)
+
     def _check_batch(self, chunks: Sequence[Chunk]) -> None:
         scheduler = self._scheduler
         slots = [chunk.slot for chunk in chunks]
@@ -79,7 +87,7 @@ class StubRunner:
         assert all(chunk.ids for chunk in chunks), "a chunk without rows"
         rows = sum(len(chunk.ids) for chunk in chunks)
         assert 0 < rows <= scheduler.row_budget, "row budget"
-        assert len(chunks) == len(scheduler.running), "somebody runs without a row"
+        assert len(chunks) == sum(not sequence.complete for sequence in scheduler.running), "somebody without a row"
         lengths = {sequence.slot: len(sequence.tokens) for sequence in scheduler.running}
         decoding = [0 < chunk.start == lengths[chunk.slot] - 1 for chunk in chunks]
         assert decoding == sorted(decoding, reverse=True), "a decode row after a prefill chunk"
@@ -185,6 +193,6 @@ def _next_token(ask: Ask, tokens: list[int], before: int) -> int:
         likeliest = _LIKELIEST[before % len(_LIKELIEST)]
         return next(token for token in likeliest if token not in forbidden)
     draw = Draw(params, ask.seed, ask.index, tokens, len(ask.prompt), ask.ending)
-    (token,) = sample(logits_after([before]), [draw])
+    (token,) = sample(logits_after([before]), [draw]).read()
     assert isinstance(token, int)
     return token

@@ -67,11 +67,13 @@ class Client:
         return self.answer.ids, self.answer.logprobs, self.prompt_logprobs
 
 
-def core_of(assembly: Assembly, *, slots: int, pages: int, budget: int, storage: Storage) -> EngineCore:
+def core_of(
+    assembly: Assembly, *, slots: int, pages: int, budget: int, storage: Storage, overlap: bool = False
+) -> EngineCore:
     sizes = PoolSizes(slots=slots, pages=pages, max_pages=pages)
     capacity = Capacity(sizes, storage, pages * 64, 0, 0)
     scheduler = Scheduler(slots=slots, pages=pages, row_budget=budget, max_length=pages * 64)
-    return EngineCore(scheduler, Runner(replace(assembly, capacity=capacity)))
+    return EngineCore(scheduler, Runner(replace(assembly, capacity=capacity)), overlap=overlap)
 
 
 def request_of(case: Case, assembly: Assembly, client: Client, room: int) -> Request:
@@ -100,9 +102,10 @@ def run(
     budget: int,
     storage: Storage,
     arrivals: list[int] | None = None,
+    overlap: bool = False,
 ) -> list[Client]:
     """All cases through one core; case i arrives before step ``arrivals[i]``."""
-    core = core_of(assembly, slots=slots, pages=pages, budget=budget, storage=storage)
+    core = core_of(assembly, slots=slots, pages=pages, budget=budget, storage=storage, overlap=overlap)
     clients = [Client() for _ in cases]
     due = sorted(zip(arrivals or [0] * len(cases), range(len(cases)), strict=True))
     step = 0
@@ -114,6 +117,7 @@ def run(
         step += 1
     core.scheduler.check()
     assert core.scheduler.pages.free == pages and core.scheduler.slots.free == slots
+    assert bool(core.stats.overlapped_steps) == overlap
     return clients
 
 
@@ -133,7 +137,8 @@ def assert_as_alone(cases: list[Case], clients: list[Client], note: object) -> N
 
 
 def test_random_mixes(assembly: Assembly, cases: list[Case], report_count: ReportCount, long_form: bool) -> None:
-    """Random subsets, arrivals, slots, row budgets and page counts, many of them too few for all at once."""
+    """Random subsets, arrivals, slots, row budgets and page counts, many of them too few for all at once; in every
+    second one steps overlap."""
     draw = random.Random(1)
     mixes, preemptions, answers = 300 if long_form else 8, 0, 0
     for mix in range(mixes):
@@ -146,7 +151,8 @@ def test_random_mixes(assembly: Assembly, cases: list[Case], report_count: Repor
         if shape["budget"] == 1:
             chosen = [case for case in chosen if len(case.prompt) < 40] or cases[:1]
         arrivals = [draw.randint(0, 5) for _ in chosen]
-        clients = run(assembly, chosen, **shape, storage=Storage.PACKED, arrivals=arrivals)
+        overlap = mix % 2 == 1
+        clients = run(assembly, chosen, **shape, storage=Storage.PACKED, arrivals=arrivals, overlap=overlap)
         assert_as_alone(chosen, clients, (mix, shape, arrivals))
         preemptions += sum(client.answer.preemptions for client in clients if client.answer)
         answers += len(chosen)
@@ -154,14 +160,15 @@ def test_random_mixes(assembly: Assembly, cases: list[Case], report_count: Repor
     report_count("preemptions in these mixes", preemptions)
 
 
-def test_preempted_equals_uninterrupted(assembly: Assembly) -> None:
+@pytest.mark.parametrize("overlap", (False, True), ids=("read at once", "overlapping"))
+def test_preempted_equals_uninterrupted(assembly: Assembly, overlap: bool) -> None:
     """Two requests grow beyond the pages there are: the younger is put back in the middle of its answer."""
     params = SamplingParams(max_tokens=12, logprobs=2, temperature=0.8, seed=5, ignore_eos=True)
     pair = [Case(3, assembly), Case(10, assembly)]
     for case, length in zip(pair, (60, 58), strict=True):
         case.prompt, case.params, case.index = ([3, 4, 5, 6, 7] * 12)[:length], params, 0
         case.alone = run(assembly, [case], slots=1, pages=4, budget=100, storage=Storage.BF16)[0].outcome()
-    clients = run(assembly, pair, slots=2, pages=3, budget=100, storage=Storage.PACKED)
+    clients = run(assembly, pair, slots=2, pages=3, budget=100, storage=Storage.PACKED, overlap=overlap)
     assert clients[1].answer is not None and clients[1].answer.preemptions > 0
     assert_as_alone(pair, clients, "preempted")
 

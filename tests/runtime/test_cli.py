@@ -122,7 +122,7 @@ def test_bench_writes_its_numbers(tmp_path: Path) -> None:
     assert done.returncode == 0 and "prefill" in done.stdout and "256 requests" in done.stdout
     assert report["engine"]["requests"] == 2 and report["engine"]["decode_tokens_per_second"] > 0
     assert [entry["requests"] for entry in report["scheduler"]] == [1, 64, 256]
-    assert set(report["scheduler"][0]["microseconds"]) == {"schedule", "run", "sample", "deliver"}
+    assert set(report["scheduler"][0]["microseconds"]) == {"schedule", "run", "sample", "read", "deliver"}
 
 
 def test_doctor_says_what_fits() -> None:
@@ -153,7 +153,7 @@ def options(*command: str) -> set[str]:
 ENGINE = {
     *("--model", "--weights", "--preset", "--layers", "--experts", "--weights-seed", "--device", "--numerics"),
     *("--chunk", "--max-requests", "--max-model-len", "--kv-tokens", "--memory-fraction", "--kv-storage"),
-    *("--step-deadline", "--ranks", "--graphs", "--buckets", "--dump-dir", "--compile"),
+    *("--step-deadline", "--ranks", "--graphs", "--buckets", "--dump-dir", "--compile", "--overlap"),
     *("--engram", "--expert-placement", "--collectives"),
 }
 SAMPLING = {

@@ -33,15 +33,18 @@ from tests.runtime.loop_world import (
 )
 from tests.runtime.stub_model import StubRunner, answer_alone
 
+BOTH_WAYS = pytest.mark.parametrize("overlap", (False, True), ids=("read at once", "overlapping"))
 
-def test_submissions_from_many_threads(report_count: ReportCount) -> None:
+
+@BOTH_WAYS
+def test_submissions_from_many_threads(overlap: bool, report_count: ReportCount) -> None:
     """More requests than slots, aborts among them; each gets its lone answer."""
     failures: list[BaseException] = []
 
     def work(number: int) -> None:
         try:
             draw = random.Random(number)
-            for _ in range(20):
+            for _ in range(10):
                 prompt = [draw.randrange(32) for _ in range(draw.randint(1, 100))]
                 client, doomed = Client(prompt), Client(prompt, LONG)
                 submit(loop, doomed, client)
@@ -51,7 +54,7 @@ def test_submissions_from_many_threads(report_count: ReportCount) -> None:
         except BaseException as error:
             failures.append(error)
 
-    with engine() as loop:
+    with engine(overlap=overlap) as loop:
         threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
         for thread in threads:
             thread.start()
@@ -59,8 +62,8 @@ def test_submissions_from_many_threads(report_count: ReportCount) -> None:
             thread.join()
         assert not failures
         loop.ask(lambda core: core.scheduler.check())
-        assert loop.ask(lambda core: (core.busy, core.ended)) == (False, 320)
-    report_count("requests from 8 threads", 320)
+        assert loop.ask(lambda core: (core.busy, core.ended)) == (False, 160)
+    report_count("requests from 8 threads", 160)
 
 
 def test_an_answer_that_is_cut_short_says_so() -> None:
@@ -76,10 +79,11 @@ def test_an_answer_that_is_cut_short_says_so() -> None:
     assert (answer.finish_reason, answer.stop, answer.text) == ("abort", None, "")
 
 
-def test_close_aborts_what_is_left() -> None:
+@BOTH_WAYS
+def test_close_aborts_what_is_left(overlap: bool) -> None:
     """Running or waiting; afterwards nothing is taken. A second close is nothing."""
     scheduler = scheduler_of(slots=1)
-    with engine(Lazy(scheduler), scheduler=scheduler) as loop:
+    with engine(Lazy(scheduler), scheduler=scheduler, overlap=overlap) as loop:
         running, waiting = Client(params=LONG), Client()
         submit(loop, running, waiting)
         running.first()
@@ -159,9 +163,11 @@ def test_close_during_a_hanging_step() -> None:
             client.answer()
 
 
-def test_close_waits_for_a_step_that_ends_in_time() -> None:
+@BOTH_WAYS
+def test_close_waits_for_a_step_that_ends_in_time(overlap: bool) -> None:
+    """And its token is part of the answer."""
     scheduler, gate = gated()
-    with engine(gate, scheduler=scheduler) as loop:
+    with engine(gate, scheduler=scheduler, overlap=overlap) as loop:
         client = Client(params=LONG)
         submit(loop, client)
         assert gate.reached.wait(PATIENCE)
@@ -194,7 +200,8 @@ def test_abort_from_another_thread() -> None:
         assert loop.ask(lambda core: core.ended) == 2
 
 
-def test_ask_answers_between_steps() -> None:
+@BOTH_WAYS
+def test_ask_answers_between_steps(overlap: bool) -> None:
     """Never in the middle of one, so that what it reads fits together."""
 
     def question(core: EngineCore) -> int:
@@ -203,7 +210,7 @@ def test_ask_answers_between_steps() -> None:
         assert core.doing == "waiting for requests"
         return core.stats.steps
 
-    with engine() as loop:
+    with engine(overlap=overlap) as loop:
         client = Client(params=LONG)
         submit(loop, client)
         steps = [loop.ask(question)]

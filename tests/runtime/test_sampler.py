@@ -12,11 +12,16 @@ import torch
 from torch import Tensor
 
 from octavo import OctavoError, SamplingParams
-from octavo.runtime.logprobs import logprobs_of
+from octavo.runtime.logprobs import Logprobs, TokenLogprob
 from octavo.runtime.sampler import Draw, allowed, greedy, is_greedy, penalised, sample
 from tests.conftest import ReportCount
 
 MINUS = -math.inf
+
+
+def logprobs_of(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
+    return Logprobs(logits, torch.tensor(tokens), [top] * len(tokens)).read()
+
 
 # Penalties, bias, min_tokens and mask.
 
@@ -93,7 +98,7 @@ def test_no_end_before_min_tokens(temperature: float) -> None:
     """However likely the tokens that end the answer are, and however long the prompt is."""
     params = SamplingParams(min_tokens=2, temperature=temperature)
     draws = [Draw(params, 0, 0, range(9 + made), 9, (0, 1)) for made in range(4)]
-    assert sample(torch.tensor([BASE] * 4), draws) == [2, 2, 0, 0]
+    assert sample(torch.tensor([BASE] * 4), draws).read() == [2, 2, 0, 0]
 
 
 def test_the_mask_sees_the_answer_and_nothing_else() -> None:
@@ -106,7 +111,7 @@ def test_the_mask_sees_the_answer_and_nothing_else() -> None:
 
     tokens = [5, 6, 1, 2, 3]
     params = SamplingParams(token_mask=mask)
-    assert sample(torch.tensor([BASE]), [Draw(params, 0, 0, tokens, 2, ())]) == [0]
+    assert sample(torch.tensor([BASE]), [Draw(params, 0, 0, tokens, 2, ())]).read() == [0]
     assert seen == [[1, 2, 3]] and tokens == [5, 6, 1, 2, 3]
 
 
@@ -141,12 +146,12 @@ def test_a_mask_that_fails_fails_its_row_alone(hook: Any, message: str, temperat
     bad = SamplingParams(temperature=temperature, token_mask=hook, min_tokens=2)
     draws = [Draw(params, 1, 0, (0,), 1, (3,)) for params in (good[0], bad, *good[1:])]
     logits = torch.tensor([BASE] * 4)
-    outcomes = sample(logits, draws)
+    outcomes = sample(logits, draws).read()
     failure = outcomes.pop(1)
     assert isinstance(failure, HookError if hook is raising else Exception)
     with pytest.raises(type(failure), match=message):
         raise failure
-    assert outcomes == sample(logits[:3], [draws[i] for i in (0, 2, 3)])
+    assert outcomes == sample(logits[:3], [draws[i] for i in (0, 2, 3)]).read()
     assert outcomes[0] == 0 and outcomes[2] == 3
 
 
@@ -175,7 +180,7 @@ def test_greedy_takes_the_lower_id_of_a_tie(logits: tuple[float, ...], token: in
         {"token_mask": lambda answer: everything},
     ]
     for fields in settings:
-        assert sample(torch.tensor([logits]), [Draw(SamplingParams(**fields), 0, 0, (0,), 1, ())]) == [token]
+        assert sample(torch.tensor([logits]), [Draw(SamplingParams(**fields), 0, 0, (0,), 1, ())]).read() == [token]
 
 
 def test_greedy_ties_anywhere() -> None:
@@ -185,7 +190,7 @@ def test_greedy_ties_anywhere() -> None:
     expected = [row.tolist().index(2.0) for row in logits]
     assert greedy(logits).tolist() == expected
     draws = [Draw(SamplingParams(), 0, 0, (0,), 1, ())] * 40
-    assert all(map(is_greedy, draws)) and sample(logits, draws) == expected
+    assert all(map(is_greedy, draws)) and sample(logits, draws).read() == expected
 
 
 # Log probabilities.
@@ -270,19 +275,19 @@ def test_a_token_depends_on_its_own_row_alone(long_form: bool, report_count: Rep
         draws = assorted(60, generator)
         logits = 2 * torch.randn(60, 517, generator=generator)
         before = logits.clone()
-        alone = [sample(logits[i : i + 1].clone(), [draws[i]])[0] for i in range(60)]
+        alone = [sample(logits[i : i + 1].clone(), [draws[i]]).read()[0] for i in range(60)]
         assert all(isinstance(token, int) for token in alone) and len(set(alone)) > 30
-        assert sample(logits, draws) == alone
+        assert sample(logits, draws).read() == alone
         for size in (2, 3, 7, 16, 61):
-            parts = [sample(logits[i : i + size], draws[i : i + size]) for i in range(0, 60, size)]
+            parts = [sample(logits[i : i + size], draws[i : i + size]).read() for i in range(0, 60, size)]
             assert list(itertools.chain(*parts)) == alone
         order = torch.randperm(60, generator=generator).tolist()
-        assert sample(logits[order], [draws[i] for i in order]) == [alone[i] for i in order]
+        assert sample(logits[order], [draws[i] for i in order]).read() == [alone[i] for i in order]
         strided = torch.empty(517, 180).t()[::3].copy_(logits)
-        assert not strided.is_contiguous() and sample(strided, draws) == alone
+        assert not strided.is_contiguous() and sample(strided, draws).read() == alone
         torch.set_num_threads(2)
         try:
-            assert sample(logits, draws) == alone
+            assert sample(logits, draws).read() == alone
         finally:
             torch.set_num_threads(threads)
         assert logits.equal(before), "log probabilities are read from the same logits afterwards"
@@ -312,10 +317,10 @@ def test_seeds() -> None:
     params = SamplingParams(temperature=1.0)
     logits = torch.zeros(200, 517)
     runs = {
-        seed: sample(logits, [Draw(params, seed, 0, range(3 + i), 3, ()) for i in range(200)])
+        seed: sample(logits, [Draw(params, seed, 0, range(3 + i), 3, ()) for i in range(200)]).read()
         for seed in (0, 1, -1, 2**63 - 1, -(2**63))
     }
-    again = sample(logits, [Draw(params, 1, 0, range(3 + i), 3, ()) for i in range(200)])
+    again = sample(logits, [Draw(params, 1, 0, range(3 + i), 3, ()) for i in range(200)]).read()
     assert again == runs[1]
     for a, b in itertools.combinations(runs.values(), 2):
         assert sum(x == y for x, y in zip(a, b, strict=True)) < 8, "one in 517 is equal by chance"
@@ -352,7 +357,7 @@ KINDS: list[dict[str, Any]] = [
 def test_logits_that_are_not_finite_fail_their_row(broken: tuple[float, ...], fields: dict[str, Any]) -> None:
     """Never a token by accident; the rows beside it are drawn as ever."""
     draws = [Draw(SamplingParams(**fields), 1, 0, (0, 1), 1, ())] * 3
-    outcomes = sample(torch.tensor([BASE, broken, BASE]), draws)
+    outcomes = sample(torch.tensor([BASE, broken, BASE]), draws).read()
     assert outcomes[0] == outcomes[2] and isinstance(outcomes[0], int)
     assert isinstance(outcomes[1], OctavoError) and "NaN or infinite" in str(outcomes[1])
 
@@ -361,9 +366,9 @@ def test_logits_that_are_not_finite_fail_their_row(broken: tuple[float, ...], fi
 def test_minus_infinity_never_comes(fields: dict[str, Any]) -> None:
     """Some rows may have forbidden tokens already: they have probability 0."""
     logits = torch.tensor([[MINUS, 0.5, MINUS, 0.5]] * 50)
-    outcomes = sample(logits, [Draw(SamplingParams(**fields), i, 0, (0, 1), 1, ()) for i in range(50)])
+    outcomes = sample(logits, [Draw(SamplingParams(**fields), i, 0, (0, 1), 1, ()) for i in range(50)]).read()
     assert set(outcomes) <= {1, 3}
 
 
 def test_no_rows() -> None:
-    assert sample(torch.empty(0, 4), []) == []
+    assert sample(torch.empty(0, 4), []).read() == []

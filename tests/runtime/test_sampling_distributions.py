@@ -78,7 +78,7 @@ def drawn(params: SamplingParams, count: int, along: str = "seeds", logits: Sequ
         )
         for i in range(count)
     ]
-    tokens = [outcome for outcome in sample(rows, draws) if isinstance(outcome, int)]
+    tokens = [outcome for outcome in sample(rows, draws).read() if isinstance(outcome, int)]
     assert len(tokens) == count
     return tokens
 
@@ -148,7 +148,7 @@ def test_what_changes_logits_changes_the_distribution() -> None:
     )
     outcomes = sample(
         torch.tensor([LOGITS] * 2_000), [Draw(params, i, 0, (0, 6, 1, 4, 4), 2, ()) for i in range(2_000)]
-    )
+    ).read()
     # Seen 0 1 4 6: 1.0 .75 .15 -1.4; in the answer 1 once, 4 twice: 0 and -.85; bias: 6 to .1; top-k drops 4.
     expected = probabilities((1.0, 0.0, 1.0, 1.0, -0.85, 0.0, 0.1, 48.5), 0.8, (0, 1, 2, 3, 5, 6))
     assert_fits(counted([int(token) for token in outcomes]), [2_000 * p for p in expected])  # type: ignore[arg-type]

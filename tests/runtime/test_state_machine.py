@@ -14,12 +14,14 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
+from octavo.runtime.core import EngineCore
 from octavo.runtime.sampling import SamplingParams
 from octavo.runtime.scheduler import Scheduler
 from tests.conftest import ReportCount
+from tests.runtime.broken_overlaps import BROKEN_OVERLAPS
 from tests.runtime.broken_schedulers import BROKEN
 from tests.runtime.engine_world import Sizes, World, random_event, random_sizes
-from tests.runtime.stub_model import VOCABULARY, Ask, FailingMask
+from tests.runtime.stub_model import VOCABULARY, Ask, FailingMask, StubRunner
 
 HAPPENINGS = (
     "preemptions",
@@ -33,26 +35,39 @@ HAPPENINGS = (
     "ended by error",
     "clients that went away",
 )
+OVERLAP = ("overlapped steps", "early reads", "rows in vain")
+"""What happens besides where steps overlap, and nowhere else."""
 
 
-def live_through(seed: int, events: int, scheduler: type[Scheduler] = Scheduler) -> World:
+def live_through(
+    seed: int,
+    events: int,
+    scheduler: type[Scheduler] = Scheduler,
+    core: type[EngineCore] = EngineCore,
+    runner: type[StubRunner] = StubRunner,
+    *,
+    overlap: bool = False,
+) -> World:
     """So many random events in a random world, and its end."""
     draw = random.Random(seed)
-    world = World(random_sizes(draw), scheduler)
+    world = World(random_sizes(draw), scheduler, core, runner, overlap=overlap)
     while world.events < events:
         random_event(world, draw)
     world.end()
     return world
 
 
-def test_random_events(report_count: ReportCount, long_form: bool) -> None:
+@pytest.mark.parametrize("overlap", (False, True), ids=("read at once", "overlapping"))
+def test_random_events(overlap: bool, report_count: ReportCount, long_form: bool) -> None:
     events, seen, seed = 0, Counter[str](), 0
-    while events < (1_000_000 if long_form else 20_000):
-        world = live_through(seed, 500)
+    while events < (500_000 if long_form else 11_000):
+        world = live_through(seed, 500, overlap=overlap)
         events, seen, seed = events + world.events, seen + world.seen, seed + 1
-    assert not [name for name in HAPPENINGS if seen[name] < seed / 10], seen
+    expected = HAPPENINGS + OVERLAP if overlap else HAPPENINGS
+    assert not [name for name in expected if seen[name] < seed / 10], seen
+    assert overlap or not any(seen[name] for name in OVERLAP)
     report_count("events of an engine on the stub model", events)
-    for name in HAPPENINGS:
+    for name in expected:
         report_count(f"of these, {name}", seen[name])
 
 
@@ -66,9 +81,10 @@ class Machine(RuleBasedStateMachine):
         pages=st.integers(1, 5),
         row_budget=st.sampled_from((1, 3, 64, 200)),
         max_length=st.sampled_from((2, 65, 1000)),
+        overlap=st.booleans(),
     )
-    def begin(self, slots: int, pages: int, row_budget: int, max_length: int) -> None:
-        self.world = World(Sizes(slots, pages, row_budget, max_length))
+    def begin(self, slots: int, pages: int, row_budget: int, max_length: int, overlap: bool) -> None:
+        self.world = World(Sizes(slots, pages, row_budget, max_length), overlap=overlap)
 
     @rule(
         length=st.one_of(st.integers(1, 10), st.integers(60, 66), st.integers(120, 200)),
@@ -139,5 +155,18 @@ def test_a_broken_scheduler_is_noticed(broken: type[Scheduler]) -> None:
         try:
             live_through(seed, 500, broken)
         except (AssertionError, KeyError):
+            return
+    pytest.fail("nothing was noticed")
+
+
+@pytest.mark.parametrize("broken", BROKEN_OVERLAPS, ids=lambda broken: broken.__name__)
+def test_a_broken_overlap_is_noticed(broken: type[EngineCore | StubRunner | Scheduler]) -> None:
+    scheduler = broken if issubclass(broken, Scheduler) else Scheduler
+    core = broken if issubclass(broken, EngineCore) else EngineCore
+    runner = broken if issubclass(broken, StubRunner) else StubRunner
+    for seed in range(60):
+        try:
+            live_through(seed, 500, scheduler, core, runner, overlap=True)
+        except (AssertionError, KeyError, RuntimeError):
             return
     pytest.fail("nothing was noticed")

@@ -94,8 +94,9 @@ class StubClient:
     async def stats(self) -> dict[str, Any]:
         numbers = ("steps", "rows", "prompt_tokens", "generated_tokens", "preemptions", "waiting", "slots", "pages")
         maps = ("finished", "seconds", "replays", "not_replayed")
-        counts = dict.fromkeys(numbers, 0) | {"running": len(self.open_requests), "free_slots": 0, "free_pages": 0}
-        return counts | {name: {} for name in maps}
+        overlap = ("overlapped_steps", "early_reads", "rows_in_vain")
+        counts = dict.fromkeys((*numbers, *overlap, "free_slots", "free_pages"), 0)
+        return counts | {"running": len(self.open_requests)} | {name: {} for name in maps}
 
     def abort(self, request_id: str, owner: str = "") -> bool:
         entry = self.open_requests.get(request_id)

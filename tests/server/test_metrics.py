@@ -22,6 +22,7 @@ READY = EngineState(
 )
 STATS: dict[str, Any] = {
     **{"steps": 7, "rows": 70, "prompt_tokens": 60, "generated_tokens": 10, "preemptions": 1},
+    **{"overlapped_steps": 6, "early_reads": 2, "rows_in_vain": 3},
     **{"running": 2, "waiting": 3, "slots": 4, "free_slots": 2, "pages": 9, "free_pages": 5},
     "finished": {"stop": 4, "length": 1},
     "seconds": {"schedule": 0.25, "run": 2.0},
@@ -66,7 +67,8 @@ def test_everything_is_told() -> None:
     assert values(told["octavo_step_seconds"]) == {("schedule",): 0.25, ("run",): 2}
     assert values(told["octavo_replayed_steps"]) == {("8",): 5, ("16",): 1}
     assert values(told["octavo_eager_steps"]) == {("beyond the largest bucket",): 1}
-    for name in ("steps", "rows", "prompt_tokens", "generated_tokens", "preemptions"):
+    overlap = ("overlapped_steps", "early_reads", "rows_in_vain")
+    for name in ("steps", "rows", "prompt_tokens", "generated_tokens", "preemptions", *overlap):
         assert (told[f"octavo_{name}"].type, values(told[f"octavo_{name}"])) == ("counter", {(): STATS[name]})
     for name in ("running", "waiting", "slots", "free_slots", "pages", "free_pages"):
         assert (told[f"octavo_{name}"].type, values(told[f"octavo_{name}"])) == ("gauge", {(): STATS[name]})

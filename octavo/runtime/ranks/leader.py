@@ -28,7 +28,8 @@ class Leader:
         """Enter (slot, place, page) into the page tables; they travel with the next step."""
         self._pages += pages
 
-    def run(self, chunks: Sequence[Chunk]) -> Tensor:
+    def run(self, chunks: Sequence[Chunk], drawn: Tensor | None = None) -> Tensor:
+        assert drawn is None, "the other ranks do not know what rank 0 has drawn"
         pages, self._pages = self._pages, []
         with self._explained():
             send(StepPlan(tuple(pages), tuple(chunks)), self._group)
