@@ -73,7 +73,7 @@ def _measured(assembly: Assembly, rows: int) -> int:
     peak = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    sample(logits, [_DRAW] * len(logits))
+    sample(logits, [_DRAW] * len(logits)).read()
     drawing = torch.cuda.max_memory_allocated(device) - before
     del runner, hidden, logits
     torch.cuda.empty_cache()

@@ -160,17 +160,17 @@ def test_random_mixes(assembly: Assembly, cases: list[Case], report_count: Repor
     report_count("preemptions in these mixes", preemptions)
 
 
-@pytest.mark.parametrize("overlap", (False, True), ids=("read at once", "overlapping"))
-def test_preempted_equals_uninterrupted(assembly: Assembly, overlap: bool) -> None:
+def test_preempted_equals_uninterrupted(assembly: Assembly) -> None:
     """Two requests grow beyond the pages there are: the younger is put back in the middle of its answer."""
     params = SamplingParams(max_tokens=12, logprobs=2, temperature=0.8, seed=5, ignore_eos=True)
     pair = [Case(3, assembly), Case(10, assembly)]
     for case, length in zip(pair, (60, 58), strict=True):
         case.prompt, case.params, case.index = ([3, 4, 5, 6, 7] * 12)[:length], params, 0
         case.alone = run(assembly, [case], slots=1, pages=4, budget=100, storage=Storage.BF16)[0].outcome()
-    clients = run(assembly, pair, slots=2, pages=3, budget=100, storage=Storage.PACKED, overlap=overlap)
-    assert clients[1].answer is not None and clients[1].answer.preemptions > 0
-    assert_as_alone(pair, clients, "preempted")
+    for overlap in (False, True):
+        clients = run(assembly, pair, slots=2, pages=3, budget=100, storage=Storage.PACKED, overlap=overlap)
+        assert clients[1].answer is not None and clients[1].answer.preemptions > 0
+        assert_as_alone(pair, clients, ("preempted", overlap))
 
 
 def test_real_vocabulary(tmp_path: Path, report_count: ReportCount) -> None:
