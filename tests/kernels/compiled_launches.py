@@ -26,6 +26,8 @@ SHARED_BYTES = 227 * 1024
 """Of one program."""
 REGISTERS = 65536
 """Of a multiprocessor."""
+_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;")
+_TOUCHES_OR_LEAVES = re.compile(r"(@\S+ +)?(LD|LDG|LDGSTS|ST|STG|ATOM\w*|RED\w*|UTMA\w*|UBLK\w*|BR\w*|CALL|RET|EXIT)\b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,17 @@ def check_that_it_fits(launched: Iterable[Launched], stack_bytes: int = 0) -> No
         assert one.shared_bytes <= SHARED_BYTES, what
         assert one.registers * one.threads <= REGISTERS, what
         assert one.stack_bytes <= stack_bytes, f"{what}, {one.stack_bytes} bytes spilled"
+
+
+def check_dependence(one: Launched, what: str, waits: bool, lets_start: bool) -> None:
+    """The rule of ``dependent_launch``: a kernel that ``waits`` does so before it touches memory, branches or ends, so
+    that the order of the machine code is that of its execution. ``lets_start``: the next one may start early."""
+    code = [found[1] for line in one.machine_code if (found := _INSTRUCTION.search(line))]
+    assert ("ACQBULK" in code) == waits, f"{what}: whether it waits"
+    if waits:
+        ahead = code[: code.index("ACQBULK")]
+        assert not [line for line in ahead if _TOUCHES_OR_LEAVES.match(line)], f"{what}: it waits too late"
+    assert any("PREEXIT" in line for line in code) == lets_start, f"{what}: whether it lets the next start"
 
 
 def loops_with(launched: Launched, instruction: str) -> list[list[str]]:

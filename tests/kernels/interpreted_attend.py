@@ -17,15 +17,13 @@ import triton.language as tl
 from octavo import kernels
 from octavo.kernels.rope import plain_frequencies
 from octavo.kernels.storage import packed_entry_bytes, store_entries
-from octavo.kernels.triton_backend import key_places
-from octavo.kernels.triton_backend.attend import run
+from octavo.kernels.triton_backend import attend, attend_kernels, key_places, window
 from octavo.kernels.triton_backend.tuning import AttendForm
-from octavo.kernels.triton_backend.window import commit_window_triton
 from tests.kernels.batches import Batch, Request, random_batch
 from tests.kernels.calls import same_bits
 from tests.kernels.cases import CASES, Arguments
 from tests.kernels.draw import MINI, WIDE, Size
-from tests.kernels.run_interpreted import pretend_to_have_processors
+from tests.kernels.run_interpreted import launch_one_after_another, pretend_to_have_processors
 
 TOLERANCE = 2e-5
 """Of outputs of size one: exponentials and some hundred additions in F32, in another order."""
@@ -36,6 +34,7 @@ FORM = AttendForm(hopper=False, heads=16, keys=16, warps=4, stages=1, resident=1
 def main(long_form: bool) -> None:
     key_places._SEARCHED = tl.constexpr(8)  # so that a search takes several rounds here too
     pretend_to_have_processors(40)
+    launch_one_after_another((attend_kernels, window), {attend: ("unite_parts",), window: ("commit_rows",)})
     for size, name, rows in (
         (MINI, "attend_window", (1, 19) if long_form else (19,)),
         (MINI, "attend_pairs", (1, 19) if long_form else (1,)),
@@ -75,7 +74,7 @@ def compare(given: Arguments) -> Iterator[float]:
     for arguments in (given, packed(given)) if given["entries"] is not None else (given,):
         expected = kernels.attend(**arguments)
         for splits in (1, 3):
-            actual = run(FORM, **arguments, splits=splits)
+            actual = attend.run(FORM, **arguments, splits=splits)
             error = float((actual - expected).abs().max())
             assert error <= TOLERANCE, f"{splits} parts: off by {error}"
             yield error
@@ -93,10 +92,10 @@ def packed(given: Arguments) -> Arguments:
 def check_rows_dealt_to_ranks() -> None:
     """A rank's rows are every third of all; rows in another order are found by a search."""
     given = next(steps_of("attend_pairs", MINI, (19,)))
-    whole = run(FORM, **given)
+    whole = attend.run(FORM, **given)
     for rows in (torch.arange(1, 19, 3), torch.arange(18, -1, -1), torch.tensor([17])):
         part = {name: given[name][rows] for name in ("query", "slots", "positions", "selected")}
-        torch.testing.assert_close(run(FORM, **given | part), whole[rows], rtol=0, atol=TOLERANCE)
+        torch.testing.assert_close(attend.run(FORM, **given | part), whole[rows], rtol=0, atol=TOLERANCE)
 
 
 def check_words_of_keys() -> None:
@@ -137,7 +136,7 @@ def check_far_positions() -> None:
     }
     expected = kernels.attend(**arguments)
     for splits in (1, 2):
-        torch.testing.assert_close(run(FORM, **arguments, splits=splits), expected, rtol=0, atol=TOLERANCE)
+        torch.testing.assert_close(attend.run(FORM, **arguments, splits=splits), expected, rtol=0, atol=TOLERANCE)
 
 
 def check_rotary_widths(widths: tuple[tuple[int, int], ...]) -> None:
@@ -162,7 +161,7 @@ def check_windows() -> None:
                 given["write_slots"][~batch.live] = 3
                 expected, actual = given["ring"].clone(), given["ring"].clone()
                 kernels.commit_window(**given | {"ring": expected})
-                commit_window_triton(**given | {"ring": actual})
+                window.commit_window_triton(**given | {"ring": actual})
                 assert same_bits(actual, expected), (name, size.name, batch.rows)
 
 

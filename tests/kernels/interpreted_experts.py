@@ -25,7 +25,7 @@ from tests.kernels.batches import Batch, Request, random_batch
 from tests.kernels.cases import CASES, Arguments
 from tests.kernels.draw import MINI, WIDE, Size
 from tests.kernels.interpreted_linear import round_rows_q8
-from tests.kernels.run_interpreted import pretend_to_have_processors
+from tests.kernels.run_interpreted import launch_one_after_another, pretend_to_have_processors
 from tests.kernels.tolerances import LARGEST
 
 TYPICAL = 2.0**-7
@@ -177,21 +177,18 @@ def in_channel_order(fragments: Tensor) -> Tensor:
 
 def replace_what_the_interpreter_lacks() -> None:
     libdevice = types.SimpleNamespace(exp=lambda x: tl.exp(x), log1p=lambda x: tl.log(1.0 + x))
-    nothing = dict.fromkeys(("let_next_start", "wait_for_ahead"), _nothing)
     products = {"add_product": add_product, "through_bf16": through_bf16}
-    vars(expert_routing).update(libdevice=libdevice, multiply=multiply, **nothing)
-    vars(expert_products).update(decode_words=decode_words, **products, **nothing)
-    vars(expert_few_kernels).update(round_rows_q8=round_rows_q8, **products, **nothing)
-    for module, names in (
-        (experts, ("route", "score_rows", "sum_pairs")),
-        (expert_few, ("gate_and_up_few", "down_few", "down_and_sum")),
-    ):
-        vars(module).update({name: _WithoutOptions(vars(module)[name]) for name in names})
+    vars(expert_routing).update(libdevice=libdevice, multiply=multiply)
+    vars(expert_products).update(decode_words=decode_words, **products)
+    vars(expert_few_kernels).update(round_rows_q8=round_rows_q8, **products)
+    launch_one_after_another(
+        (expert_routing, expert_products, expert_few_kernels),
+        {
+            experts: ("route", "score_rows", "sum_pairs"),
+            expert_few: ("gate_and_up_few", "down_few", "down_and_sum"),
+        },
+    )
     pretend_to_have_processors(3)
-
-
-def _nothing(*arguments: Any) -> None:
-    """Kernels run one after the other here."""
 
 
 def multiply(weights: Any, x: Any) -> Any:
@@ -224,20 +221,6 @@ def _value(code: Any) -> Any:
     magnitude = code & 7
     value = tl.where(magnitude < 4, magnitude * 0.5, (2.0 + (magnitude & 1)) * tl.where(magnitude >= 6, 2.0, 1.0))
     return tl.where(code >= 8, -value, value) * 2.0**-126
-
-
-class _WithoutOptions:
-    """Launches of a kernel without the compiler options that the interpreter does not know."""
-
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-
-    def __getitem__(self, grid: Any) -> Any:
-        def launch(*args: Any, **kwargs: Any) -> Any:
-            options = ("enable_reflect_ftz", "launch_pdl")
-            return self.kernel[grid](*args, **{name: value for name, value in kwargs.items() if name not in options})
-
-        return launch
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from octavo.kernels.triton_backend.linear_tiles import Launch
 from tests.kernels.batches import random_batch
 from tests.kernels.cases import CASES
 from tests.kernels.draw import MINI, WIDE, Draw, Size
-from tests.kernels.run_interpreted import pretend_to_have_processors
+from tests.kernels.run_interpreted import launch_one_after_another, pretend_to_have_processors
 
 NEAR = {"linear_f8": 0.01, "linear_f8_pair": 0.01, "grouped_linear": 0.01, "shared_expert": 0.03}
 """Results are truncated to BF16 here, so that every value may be off by a step, which is 2^-7 of it at most. So are the
@@ -101,23 +101,18 @@ def in_channel_order(fragments: Tensor) -> Tensor:
 def replace_what_the_interpreter_lacks() -> None:
     vars(linear_kernels).update(decode_words=decode_words, add_product=add_product, round_rows_q8=round_rows_q8)
     vars(linear_steps).update(decode_words=decode_words, round_rows_q8=round_rows_q8)
-    nothing = dict.fromkeys(("let_next_start", "wait_for_ahead"), _nothing)
-    vars(linear_kernels).update(nothing)
-    vars(linear_steps).update(nothing)
-    for module, names in (
-        (
-            linear_products,
-            ("multiply", "multiply_pair", "multiply_two", "sum_parts", "sum_parts_of_pair", "prepare_rows"),
-        ),
-        (shared_expert, ("gate_parts",)),
-    ):
-        vars(module).update({name: _WithoutOptions(vars(module)[name]) for name in names})
+    launch_one_after_another(
+        (linear_kernels, linear_steps),
+        {
+            linear_products: (
+                *("multiply", "multiply_pair", "multiply_two"),
+                *("sum_parts", "sum_parts_of_pair", "prepare_rows"),
+            ),
+            shared_expert: ("gate_parts",),
+        },
+    )
     # So many that the inputs of some products of every kind are split.
     pretend_to_have_processors(4)
-
-
-def _nothing(*arguments: Any) -> None:
-    """Kernels run one after the other here."""
 
 
 def add_product(total: Any, weights: Any, x: Any) -> Any:
@@ -143,16 +138,6 @@ def _value(code: Any) -> Any:
     power = (tl.maximum(exponent, 1) << 23).to(tl.float32, bitcast=True)
     value = tl.where(exponent > 0, 1.0 + mantissa, mantissa) * power
     return tl.where(code >= 128, -value, value)
-
-
-class _WithoutOptions:
-    """Launches of a kernel without the option that the interpreter does not know."""
-
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-
-    def __getitem__(self, grid: Any) -> Any:
-        return lambda *args, launch_pdl, **kwargs: self.kernel[grid](*args, **kwargs)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from octavo import kernels
 from octavo.kernels.triton_backend import mhc_kernels, mhc_site, mhc_site_kernels
 from octavo.kernels.triton_backend.mhc_tuning import choose_site_form
 from tests.kernels.interpreted_mhc import split_bf16
+from tests.kernels.run_interpreted import launch_one_after_another
 
 LARGEST = 3e-6
 """Of coefficients of about one and rows of size one: a few F32 steps, of 20 Sinkhorn rounds and of a norm. One channel
@@ -79,24 +80,9 @@ def arguments(rows: int, width: int) -> dict[str, Any]:
 
 def replace_what_the_interpreter_lacks() -> None:
     vars(mhc_kernels).update(split_bf16=split_bf16, reciprocal=lambda value: 1.0 / value)
-    nothing = dict.fromkeys(("let_next_start", "wait_for_ahead"), _nothing)
-    vars(mhc_site_kernels).update(nothing, split_bf16=split_bf16, kept=lambda x: x)
+    vars(mhc_site_kernels).update(split_bf16=split_bf16, kept=lambda x: x)
     names = ("expand_and_multiply", "finish_site", "expand_and_collapse")
-    vars(mhc_site).update({name: _WithoutOptions(vars(mhc_site)[name]) for name in names})
-
-
-def _nothing(*arguments: Any) -> None:
-    """Kernels run one after the other here."""
-
-
-class _WithoutOptions:
-    """Launches of a kernel without the options that the interpreter does not know."""
-
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-
-    def __getitem__(self, grid: Any) -> Any:
-        return lambda *args, launch_pdl=None, enable_fp_fusion=None, **kwargs: self.kernel[grid](*args, **kwargs)
+    launch_one_after_another((mhc_site_kernels,), {mhc_site: names})
 
 
 if __name__ == "__main__":

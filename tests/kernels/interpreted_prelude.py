@@ -18,13 +18,14 @@ from octavo.kernels.engram import DEAD_CLASS
 from octavo.kernels.norm import rms
 from octavo.kernels.quantise import dequantise_q8, quantise_q8
 from octavo.kernels.rope import turn
+from octavo.kernels.triton_backend import latent
 from octavo.kernels.triton_backend.engram_hash import engram_hash_triton
-from octavo.kernels.triton_backend.latent import make_latents
 from octavo.kernels.triton_backend.lookups import embed_tokens_triton, engram_lookup_triton, token_classes_triton
 from tests.kernels.batches import SLOTS, Batch, Request, random_batch
 from tests.kernels.calls import same_bits
 from tests.kernels.cases import CASES, Arguments
 from tests.kernels.draw import MINI, WIDE, Draw, Size
+from tests.kernels.run_interpreted import launch_one_after_another
 from tests.kernels.torch_calls import poisoned
 
 BATCHES = (
@@ -43,6 +44,7 @@ sines are not torch's."""
 
 
 def main(long_form: bool) -> None:
+    launch_one_after_another((latent,), {})
     triton: dict[str, Any] = {
         "embed_tokens": embed_tokens_triton,
         "token_classes": token_classes_triton,
@@ -120,7 +122,7 @@ def check_latents(size: Size, batch: Batch, rows_of_program: int) -> None:
     expected = dequantise_q8(*quantise_q8(plain))
     found = torch.full_like(x, torch.nan)
     rows, channels = x.shape
-    make_latents[(-(-rows // rows_of_program),)](
+    latent.make_latents[(-(-rows // rows_of_program),)](
         *(x, given["weight"], given["positions"], frequencies, found, rows, given["epsilon"]),
         channels=channels,
         turning=frequencies.shape[0],

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterable, Mapping
 from importlib.metadata import version
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -40,3 +42,28 @@ def pretend_to_have_processors(count: int) -> None:
     """For the rest of such a process: kernels are cut for a device of so many multiprocessors."""
     properties = SimpleNamespace(multi_processor_count=count)
     vars(torch.cuda).update(get_device_properties=lambda device: properties)
+
+
+def launch_one_after_another(bodies: Iterable[ModuleType], launches: Mapping[ModuleType, tuple[str, ...]]) -> None:
+    """For the rest of such a process: the ``bodies``' kernels wait for nobody, and ``launches`` of kernels, by the
+    module that launches them, are made without options that the interpreter does not know."""
+    for module in bodies:
+        vars(module).update(dict.fromkeys(("let_next_start", "wait_for_ahead"), _nothing))
+    for module, names in launches.items():
+        vars(module).update({name: _WithoutOptions(vars(module)[name]) for name in names})
+
+
+def _nothing(*arguments: Any) -> None:
+    """Kernels run one after the other here."""
+
+
+class _WithoutOptions:
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+
+    def __getitem__(self, grid: Any) -> Any:
+        def launch(*args: Any, **kwargs: Any) -> Any:
+            options = ("enable_reflect_ftz", "enable_fp_fusion", "launch_pdl")
+            return self._kernel[grid](*args, **{name: value for name, value in kwargs.items() if name not in options})
+
+        return launch

@@ -18,6 +18,7 @@ if find_spec("triton") is not None:
     from tests.kernels.compiled_launches import (
         MULTIPROCESSORS,
         Launched,
+        check_dependence,
         check_that_it_fits,
         launches_compiled,
         loops_with,
@@ -87,6 +88,7 @@ def test_parts_of_rows(packed: bool) -> None:
     launched = compiled(form, **shapes(1, 64, 512, 128, 512, packed, ratio=2))
     assert [one.kernel for one in launched] == ["place_keys", "attend_part_hopper", "unite_parts"]
     assert launched[1].programs == (1, 1, 10)
+    check_dependence(launched[2], "unite_parts", waits=True, lets_start=True)
     fits(launched, SPILLED_BYTES if packed else 0)
     loops = loops_with(launched[1], "HGMMA")
     assert len(loops) == (2 if packed else 1)
@@ -168,6 +170,7 @@ def test_windows(dtype: torch.dtype) -> None:
         )
     assert [one.kernel for one in launched] == ["commit_rows"]
     check_that_it_fits(launched)
+    check_dependence(launched[0], "commit_rows", waits=True, lets_start=True)
     if dtype is torch.bfloat16:
         assert any(re.search(r"STG\.E\.128", line) for line in launched[0].machine_code), "16 bytes a thread"
 

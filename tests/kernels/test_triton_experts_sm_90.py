@@ -19,6 +19,7 @@ if find_spec("triton") is not None:
         REGISTERS,
         SHARED_BYTES,
         Launched,
+        check_dependence,
         check_that_it_fits,
         launches_compiled,
         loops_with,
@@ -28,9 +29,6 @@ SPILLED_BYTES = 96
 """A few numbers may wait in memory while a tile is computed: once a tile, not in the loop."""
 ROWS = (64, 512, 1024, 2048, 8192)
 """Steps that use every tile, the smallest in both ways."""
-INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;")
-TOUCHES_OR_LEAVES = re.compile(r"(@\S+ +)?(LD|LDG|LDGSTS|ST|STG|ATOM\w*|RED\w*|UTMA\w*|UBLK\w*|BR\w*|CALL|RET|EXIT)\b")
-"""An access of global memory, a branch, or the end."""
 FEW = (1, 4, 8, 16)
 """Steps of few rows, in every way that the table has."""
 
@@ -150,12 +148,7 @@ def test_kernels_for_few_rows_wait_for_those_ahead(few_at_true_shapes: dict[int,
     for rows, launched in few_at_true_shapes.items():
         for one in launched:
             what = f"{rows} rows: {one.kernel}"
-            code = [found[1] for line in one.machine_code if (found := INSTRUCTION.search(line))]
-            assert ("ACQBULK" in code) == (one is not launched[0]), what
-            if one is not launched[0]:
-                ahead = code[: code.index("ACQBULK")]
-                assert not [line for line in ahead if TOUCHES_OR_LEAVES.match(line)], what
-            assert any("PREEXIT" in line for line in code) == (one is not launched[-1]), what
+            check_dependence(one, what, one is not launched[0], one is not launched[-1])
 
 
 def test_products_of_small_tiles_wait_once(

@@ -19,6 +19,7 @@ if find_spec("triton") is not None:
         REGISTERS,
         SHARED_BYTES,
         Launched,
+        check_dependence,
         check_that_it_fits,
         launches_compiled,
         loops_with,
@@ -29,9 +30,6 @@ ROWS = (1, 32, 64, 128)
 MANY = 2048
 SPILLED = 2048
 """Bytes a thread may keep in memory where a row of weights is not whole blocks, as in no model that is released."""
-INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;")
-TOUCHES_OR_LEAVES = re.compile(r"(@\S+ +)?(LD|LDG|LDGSTS|ST|STG|ATOM\w*|RED\w*|UTMA\w*|UBLK\w*|BR\w*|CALL|RET|EXIT)\b")
-"""An access of global memory, a branch, or the end."""
 
 
 def weight(outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
@@ -137,21 +135,10 @@ def test_weights_go_from_registers_to_tensor_cores(at_true_shapes: dict[int, lis
             assert products and all(line.count("{") == 2 for line in products), f"{what}: operands in shared memory"
 
 
-def test_kernels_wait_for_those_ahead_before_they_touch_memory(at_true_shapes: dict[int, list[Launched]]) -> None:
-    """The rule of ``dependent_launch``; and only kernels that an operator does not end with let the next start early.
-
-    Nor does a program branch or end before it waits, so that the order of the machine code is that of its execution.
-    """
+def test_kernels_wait_for_those_ahead(at_true_shapes: dict[int, list[Launched]]) -> None:
     for rows, launched in at_true_shapes.items():
         for one in launched:
-            what = f"{rows} rows: {one.kernel} of {one.programs}"
-            code = [found[1] for line in one.machine_code if (found := INSTRUCTION.search(line))]
-            assert "ACQBULK" in code, f"{what}: it does not wait"
-            ahead = code[: code.index("ACQBULK")]
-            assert not [line for line in ahead if TOUCHES_OR_LEAVES.match(line)], what
-            in_parts = one.kernel in ("multiply", "multiply_pair") and one.programs[2] > 1
-            early = in_parts or one.kernel in ("prepare_rows", "multiply_two", "gate_parts")
-            assert any("PREEXIT" in line for line in code) == early, what
+            check_dependence(one, f"{rows} rows: {one.kernel} of {one.programs}", waits=True, lets_start=True)
 
 
 def test_many_rows_are_rounded_once_and_weights_made_bf16_once() -> None:

@@ -16,7 +16,13 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the p
 if find_spec("triton") is not None:
     from octavo.kernels.triton_backend import mhc, mhc_site
     from octavo.kernels.triton_backend.mhc_tuning import MixForm, choose_site_form, steps_of_part
-    from tests.kernels.compiled_launches import Launched, check_that_it_fits, launches_compiled, loops_with
+    from tests.kernels.compiled_launches import (
+        Launched,
+        check_dependence,
+        check_that_it_fits,
+        launches_compiled,
+        loops_with,
+    )
     from tests.kernels.test_triton_mhc_sm_90 import exchanges
 
 ROWS = (1, 64, 128)
@@ -65,6 +71,8 @@ def test_everything_fits(at_true_shapes: dict[int, list[Launched]]) -> None:
     for launched in at_true_shapes.values():
         assert [one.kernel for one in launched] == ["expand_and_multiply", "finish_site"]
         check_that_it_fits(launched, SPILLED_BYTES)
+        for one in launched:
+            check_dependence(one, one.kernel, waits=True, lets_start=True)
 
 
 def test_streams_are_expanded_once(at_true_shapes: dict[int, list[Launched]]) -> None:

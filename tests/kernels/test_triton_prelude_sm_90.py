@@ -17,7 +17,7 @@ if find_spec("triton") is not None:
     from octavo.kernels.triton_backend.engram_hash import engram_hash_triton
     from octavo.kernels.triton_backend.latent import window_latent_triton
     from octavo.kernels.triton_backend.lookups import embed_tokens_triton, engram_lookup_triton, token_classes_triton
-    from tests.kernels.compiled_launches import Launched, check_that_it_fits, launches_compiled
+    from tests.kernels.compiled_launches import Launched, check_dependence, check_that_it_fits, launches_compiled
 
 ROWS = 300
 
@@ -92,6 +92,8 @@ def at_true_shapes() -> dict[str, Launched]:
 def test_one_kernel_that_fits(at_true_shapes: dict[str, Launched], kernel: str, stack_bytes: int) -> None:
     check_that_it_fits([at_true_shapes[kernel]], stack_bytes)
     assert at_true_shapes[kernel].registers <= 128
+    amid_a_step = kernel == "make_latents"
+    check_dependence(at_true_shapes[kernel], kernel, waits=amid_a_step, lets_start=amid_a_step)
 
 
 @pytest.mark.parametrize(

@@ -176,6 +176,7 @@ def run(
             SPLITS=triton.next_power_of_2(splits),
             CHANNELS=triton.next_power_of_2(channels),
             num_warps=4,
+            launch_pdl=True,
         )
     return attended
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from octavo.kernels.triton_backend.dependent_launch import let_next_start, wait_for_ahead
 from octavo.kernels.triton_backend.key_places import NOWHERE
 from octavo.kernels.triton_backend.rotary import turned
 
@@ -181,6 +182,8 @@ def unite_parts(
     CHANNELS: tl.constexpr,
 ) -> None:
     """One head of one row of ``attended`` from its parts; SPLITS and CHANNELS pad to powers of two."""
+    let_next_start()
+    wait_for_ahead()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     live = tl.load(positions + row) >= 0

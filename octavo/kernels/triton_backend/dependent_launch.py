@@ -1,9 +1,8 @@
 """Kernels that start before the one ahead has ended (programmatic dependent launch): the wait for a launch is saved.
 
 Such a kernel is launched with ``launch_pdl``, and each of its programs calls :func:`wait_for_ahead` before it reads or
-writes anything. Then no kernel ends before all that stand ahead have ended, and whoever comes behind may be an ordinary
-one. The last kernel of an operator lets nobody start early: what follows is none of its business. An ordinary first
-kernel may let its operator's second start early, if that waits: it is the only one that does not stand behind its end.
+writes anything. Then no kernel ends before all that stand ahead have ended. Any kernel may let the next start early,
+the last of an operator too: whoever comes behind is ordinary, and starts when all is over, or waits itself.
 
 Directly behind a collective, an event of another stream, no such kernel may stand unless that is tested: today ordinary
 ones stand there.

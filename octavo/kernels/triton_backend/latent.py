@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.rope import window_latent
+from octavo.kernels.triton_backend.dependent_launch import let_next_start, wait_for_ahead
 from octavo.kernels.triton_backend.expert_routing import round_q8_groups
 from octavo.kernels.triton_backend.paired_channels import normed, turned_pairs
 
@@ -37,6 +38,7 @@ def window_latent_triton(x: Tensor, weight: Tensor, positions: Tensor, frequenci
         CHANNELS=max(32, triton.next_power_of_2(channels)),
         TURNING=triton.next_power_of_2(turning),
         num_warps=_WARPS,
+        launch_pdl=True,
     )
     return latents
 
@@ -60,6 +62,8 @@ def make_latents(
 
     ``turning`` pairs of channels turn, the last ones; CHANNELS and TURNING pad to powers of two.
     """
+    let_next_start()
+    wait_for_ahead()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     position = tl.load(positions + row, mask=row < rows, other=0)
     channel = tl.arange(0, CHANNELS)

@@ -264,8 +264,7 @@ def multiply(
     bytes_of = scales + (output // GROUP)[:, None] * scale_stride
     low = split * share
     high = tl.minimum(low + share, tl.cdiv(channels, BLOCK))
-    if target.dtype.element_ty == tl.float32:
-        let_next_start()
+    let_next_start()
     wait_for_ahead()
     total = tl.zeros([OUTPUTS, ROWS], tl.float32)
     for step in tl.range(low, high, BLOCKS, num_stages=STAGES):
@@ -381,8 +380,7 @@ def multiply_pair(
     bytes_of = scales + (output // GROUP)[:, None] * scale_stride
     low = split * share
     high = tl.minimum(low + share, tl.cdiv(channels, BLOCK))
-    if target.dtype.element_ty == tl.float32:
-        let_next_start()
+    let_next_start()
     wait_for_ahead()
     total = tl.zeros([OUTPUTS, ROWS], tl.float32)
     for step in tl.range(low, high, BLOCKS, num_stages=STAGES):

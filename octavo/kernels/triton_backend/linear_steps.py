@@ -142,6 +142,7 @@ def _sum_numbers(
     MOST: tl.constexpr,
     NUMBERS: tl.constexpr,
 ) -> None:
+    let_next_start()
     place = program.to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
     there = place < size
     wait_for_ahead()

@@ -146,6 +146,7 @@ def _in_one_pass(
         STAGES=form.stages,
         num_warps=form.warps,
         enable_fp_fusion=False,
+        launch_pdl=True,
     )
     together, parts_at_once, warps = mhc.cut_sums(parts, _STREAMS)
     finishing = triton.cdiv(rows, together)

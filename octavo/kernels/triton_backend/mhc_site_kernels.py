@@ -73,6 +73,7 @@ def expand_and_multiply(
     by tensor cores, those of steps with rounding, as in ``multiply_streams``.
     """
     let_next_start()
+    wait_for_ahead()
     part = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     mix = tl.arange(0, MIXES)
@@ -164,6 +165,7 @@ def finish_site(
 
     collapsed [R, width] is normed in place, with weight [width], CHANNELS of a row a program.
     """
+    let_next_start()
     wait_for_ahead()
     program = tl.program_id(0)
     if program < finishing:

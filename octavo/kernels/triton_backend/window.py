@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.attend import commit_window
+from octavo.kernels.triton_backend.dependent_launch import let_next_start, wait_for_ahead
 
 _ROWS = 8
 _WIDTH = 512
@@ -32,6 +33,7 @@ def commit_window_triton(ring: Tensor, latents: Tensor, write_slots: Tensor, wri
         ROWS=_ROWS,
         WIDTH=min(_WIDTH, triton.next_power_of_2(width)),
         num_warps=4,
+        launch_pdl=True,
     )
 
 
@@ -48,6 +50,8 @@ def commit_rows(
     WIDTH: tl.constexpr,
 ) -> None:
     """ROWS rows of ``width`` numbers each, WIDTH of them at a time."""
+    let_next_start()
+    wait_for_ahead()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     position = tl.load(write_positions + row, mask=row < rows, other=-1)
