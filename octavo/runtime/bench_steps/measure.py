@@ -37,6 +37,8 @@ Call = Callable[[], object]
 Key = tuple[str, str]
 """``ways`` or ``baselines``, and a name."""
 _VARIANT = {False: "plain", True: "inductor"}
+_TOGETHER = 4
+"""Steps that are timed one behind another."""
 _UNTRACED: dict[str, Any] = dict.fromkeys(("launches", "kernels", "busy_seconds", "segments_idle_share"))
 """Until a step has been traced, and on the CPU."""
 WAYS = ("eager", "graphs", "inductor", "both")
@@ -75,7 +77,8 @@ def measure_steps(
 ) -> Iterator[dict[str, Any]]:
     """All figures, as ``--json`` writes them, again and again as they become complete.
 
-    Seconds are medians of ``repeat`` steps in turn, those of baselines of a fifth as many, two at least.
+    Seconds are medians of ``repeat`` turns, those of baselines of a fifth as many, two at least. On a GPU a turn is
+    some steps one behind another, since an engine launches a step before it reads what the last one drew.
     """
     began = time.perf_counter()
     phases: dict[str, float] = {}
@@ -198,7 +201,7 @@ def _measure(
         progress(_title(step.shape), done, repeat)
         for key, measured in calls.items():
             if key[0] == "ways" or done < max(2, repeat // 5):
-                times[key].append(seconds_of(measured, device))
+                times[key].append(seconds_of(measured, device, _TOGETHER))
     return {key: statistics.median(found) for key, found in times.items()}, failed
 
 
