@@ -163,7 +163,7 @@ def pieces_page(report: Facts) -> list[str]:
             f"* why: {kind['why']}",
             f"* {counted(kind['nodes'], 'node')}: {operators}",
             *_regions_of(kind),
-            f"* reads weights {size(kind['weight_bytes'])}, pools {size(kind['pool_bytes'])}, and "
+            f"* is given weights {size(kind['weight_bytes'])}, pools {size(kind['pool_bytes'])}, and "
             f"{size(kind['buffer_bytes_in_per_row'])} a row of buffers; "
             f"writes {size(kind['buffer_bytes_out_per_row'])} a row",
         ]

@@ -109,16 +109,28 @@ def _experts(
         "s2": Need.ANY,
         "w3": Need.ANY,
         "s3": Need.ANY,
+        "both_bf16": Need.ANY,
+        "w2_bf16": Need.ANY,
     },
     results=(CARRIED,),
     source="spec/model.md 3.10",
 )
 def shared_expert(
-    x: Tensor, w1: Tensor, s1: Tensor, w2: Tensor, s2: Tensor, w3: Tensor, s3: Tensor, limit: float
+    x: Tensor,
+    w1: Tensor,
+    s1: Tensor,
+    w2: Tensor,
+    s2: Tensor,
+    w3: Tensor,
+    s3: Tensor,
+    limit: float,
+    both_bf16: Tensor | None = None,
+    w2_bf16: Tensor | None = None,
 ) -> Tensor:
     """The expert that every row passes, weight 1, F8: x [R, D] -> [R, D] in x's dtype.
 
-    w1 and w3 [I, D], w2 [D, I] E4M3 with tile scales uint8.
+    w1 and w3 [I, D], w2 [D, I] E4M3 with tile scales uint8. ``both_bf16`` [2 I, D] are the scaled w1 and, below, w3;
+    ``w2_bf16`` the scaled w2.
     """
     return _expert(
         round_q8(x), dequantise_tiles(w1, s1), dequantise_tiles(w2, s2), dequantise_tiles(w3, s3), limit, None
@@ -127,7 +139,16 @@ def shared_expert(
 
 @shared_expert.fake
 def _shared_expert(
-    x: Tensor, w1: Tensor, s1: Tensor, w2: Tensor, s2: Tensor, w3: Tensor, s3: Tensor, limit: float
+    x: Tensor,
+    w1: Tensor,
+    s1: Tensor,
+    w2: Tensor,
+    s2: Tensor,
+    w3: Tensor,
+    s3: Tensor,
+    limit: float,
+    both_bf16: Tensor | None = None,
+    w2_bf16: Tensor | None = None,
 ) -> Tensor:
     return x.new_empty(x.shape)
 

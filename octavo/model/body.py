@@ -18,7 +18,17 @@ from octavo.kernels.rope import plain_frequencies, yarn_frequencies
 from octavo.model.config import ModelConfig, TextConfig
 from octavo.model.inputs import Output, Rows, State
 from octavo.model.plan import LayerPlan, plan_layers
-from octavo.model.weights import Linear, LinearF8, LinearF32, PackedExperts, TiledWeight, Weight, parameter
+from octavo.model.weights import (
+    DenseF8,
+    HeldInBF16,
+    Linear,
+    LinearF8,
+    LinearF32,
+    PackedExperts,
+    TiledWeight,
+    Weight,
+    parameter,
+)
 
 Selection = tuple[Tensor | None, Tensor | None]
 """What index sources hand on to later layers: selected entries [R, top_k] and candidate blocks [R, blocks]."""
@@ -137,7 +147,7 @@ class Attention(nn.Module):
         self.wkv = LinearF8(text.head_dim, text.hidden_size)
         self.kv_norm = Weight(text.head_dim)
         group_width = text.num_attention_heads * text.head_dim // text.o_groups
-        self.wo_a = TiledWeight(text.o_groups * text.o_lora_rank, group_width)
+        self.wo_a = DenseF8(text.o_groups * text.o_lora_rank, group_width)
         self.wo_b = LinearF8(text.hidden_size, text.o_groups * text.o_lora_rank)
         self.attn_sink = parameter(text.num_attention_heads, dtype=torch.float32)
         if plan.publishes:
@@ -172,7 +182,8 @@ class Attention(nn.Module):
             None if self.plan.entries is None else selection[0],
         )
         kernels.commit_window(ring, latents, state.write_slots, state.write_positions)
-        projected = kernels.grouped_linear(attended, self.wo_a.weight, self.wo_a.scale, self.groups)
+        wo_a = self.wo_a
+        projected = kernels.grouped_linear(attended, wo_a.weight, wo_a.scale, self.groups, wo_a.weight_bf16)
         return self.wo_b(projected), selection
 
 
@@ -299,16 +310,22 @@ class ExpertWeights(nn.Module):
         self.w3 = PackedExperts(count, text.moe_intermediate_size, text.hidden_size)
 
 
-class SharedExpert(nn.Module):
+class SharedExpert(HeldInBF16):
+    """Gate (w1) and up (w3) are read together, and are one matrix where they are held in BF16."""
+
     def __init__(self, text: TextConfig) -> None:
         super().__init__()
         self.w1 = TiledWeight(text.moe_intermediate_size, text.hidden_size)
-        self.w2 = TiledWeight(text.hidden_size, text.moe_intermediate_size)
+        self.w2 = DenseF8(text.hidden_size, text.moe_intermediate_size)
         self.w3 = TiledWeight(text.moe_intermediate_size, text.hidden_size)
+
+    def f8_weights(self) -> list[TiledWeight]:
+        return [self.w1, self.w3]
 
     def forward(self, x: Tensor, limit: float) -> Tensor:
         w1, w2, w3 = self.w1, self.w2, self.w3
-        return kernels.shared_expert(x, w1.weight, w1.scale, w2.weight, w2.scale, w3.weight, w3.scale, limit)
+        stored = (w1.weight, w1.scale, w2.weight, w2.scale, w3.weight, w3.scale)
+        return kernels.shared_expert(x, *stored, limit, self.weight_bf16, w2.weight_bf16)
 
 
 class Engram(nn.Module):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from octavo.model.body import Body
 from octavo.model.config import ModelConfig
 from octavo.model.prelude import Embedding
-from octavo.model.weights import LinearF32
+from octavo.model.weights import HeldInBF16, LinearF32
 
 
 class Model(nn.Module):
@@ -33,13 +33,29 @@ class Model(nn.Module):
         """Parameters by official tensor name; expert stacks carry the name without the expert number."""
         return {name.removeprefix("body."): tensor for name, tensor in self.named_parameters()}
 
+    def fill_bf16(self) -> None:
+        """Make the BF16 forms of F8 weights, if there is room for them; the weights are there."""
+        for module in _held_in_bf16(self):
+            module.fill_bf16()
+
 
 def resident_bytes(model: Model) -> int:
-    """Bytes of all parameters, also of a model on the meta device."""
-    return sum(p.numel() * p.element_size() for p in model.parameters())
+    """Bytes of all weights, also of a model on the meta device."""
+    bf16 = [module.weight_bf16 for module in _held_in_bf16(model)]
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *bf16) if tensor is not None)
 
 
-def empty_model(config: ModelConfig, device: torch.device, experts: range | None = None) -> Model:
-    """A model with uninitialised parameters on ``device``."""
+def empty_model(
+    config: ModelConfig, device: torch.device, experts: range | None = None, bf16_weights: bool = False
+) -> Model:
+    """A model with uninitialised parameters on ``device``, and room for F8 ones in BF16 too if asked for."""
     with torch.device(device):
-        return Model(config, experts)
+        model = Model(config, experts)
+        if bf16_weights:
+            for module in _held_in_bf16(model):
+                module.hold_bf16()
+    return model
+
+
+def _held_in_bf16(model: Model) -> list[HeldInBF16]:
+    return [module for module in model.modules() if isinstance(module, HeldInBF16)]

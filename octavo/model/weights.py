@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo import kernels
+from octavo.kernels.torch_backend.dequantise import bf16_tiles
 from octavo.model.config import SCALE_BLOCK
 
 
@@ -49,11 +50,46 @@ class TiledWeight(nn.Module):
         self.scale = parameter(*tiles, dtype=torch.uint8)
 
 
-class LinearF8(TiledWeight):
+class HeldInBF16(nn.Module):
+    """A module whose F8 matrices may be held in BF16 too, one above another: exact, and converted once."""
+
+    weight_bf16: Tensor | None
+    """[all outputs, in], or None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight_bf16", None, persistent=False)
+
+    def f8_weights(self) -> list[TiledWeight]:
+        raise NotImplementedError
+
+    def hold_bf16(self) -> None:
+        """Make room, to be filled when the weights are there."""
+        weights = [each.weight for each in self.f8_weights()]
+        rows = sum(weight.shape[0] for weight in weights)
+        self.weight_bf16 = weights[0].new_empty(rows, weights[0].shape[1], dtype=torch.bfloat16)
+
+    def fill_bf16(self) -> None:
+        """Convert the weights, if there is room."""
+        if self.weight_bf16 is not None:
+            weights = self.f8_weights()
+            parts = self.weight_bf16.split([each.weight.shape[0] for each in weights])
+            for part, each in zip(parts, weights, strict=True):
+                part.copy_(bf16_tiles(each.weight, each.scale))
+
+
+class DenseF8(TiledWeight, HeldInBF16):
+    """An F8 matrix that every row is multiplied by."""
+
+    def f8_weights(self) -> list[TiledWeight]:
+        return [self]
+
+
+class LinearF8(DenseF8):
     """F8 matrix applied to Q8-quantised rows."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return kernels.linear_f8(x, self.weight, self.scale)
+        return kernels.linear_f8(x, self.weight, self.scale, self.weight_bf16)
 
 
 class PackedExperts(nn.Module):

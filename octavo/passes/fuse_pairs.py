@@ -29,7 +29,10 @@ class _Pair:
         return f"reads the rows that {self.second} reads, and is not fused with it"
 
     def replace(self, graph: Graph) -> tuple[int, int]:
-        arguments = (*self.first.args, *self.second.args[1:])
+        (x, *one), (_, *other) = self.first.args, self.second.args
+        bf16 = (*one[2:], *other[2:])
+        assert len(one) == len(other), "weights of a layer are held in BF16, or they are not"
+        arguments = (x, *one[:2], *other[:2], *bf16)
         with graph.inserting_before(self.first):
             fused = graph.create_node("call_function", OPERATORS[_PAIR].overload, arguments, name=_PAIR)
             results = [graph.call_function(operator.getitem, (fused, index)) for index in range(2)]

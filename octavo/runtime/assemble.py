@@ -85,6 +85,8 @@ class Plan:
     numerics: Numerics
     weight_bytes: int
     """On the device, Engram tables included where they lie there."""
+    bf16_bytes: int
+    """Of these, F8 weights that are held in BF16 too."""
     engram: EngramMemory
     """Where the Engram tables lie."""
     table_bytes: int
@@ -117,16 +119,22 @@ def plan(config: EngineConfig, rank: int = 0) -> Plan:
     experts = _resident_experts(config, text)
     if config.expert_placement == "sharded":
         experts = _share(experts, rank, config.ranks)
-    weight_bytes = resident_bytes(empty_model(model_config, torch.device("meta"), experts))
+    numerics = choose_numerics(config.numerics, device)
+    bf16 = choose_bf16_weights(config.bf16_weights, numerics, device)
+    weight_bytes, stored_bytes = (
+        resident_bytes(empty_model(model_config, torch.device("meta"), experts, held)) for held in (bf16, False)
+    )
+    bf16_bytes = weight_bytes - stored_bytes
     engram, tables = choose_engram_memory(config, device), table_bytes(text)
     if engram == "device":
         weight_bytes += tables
-    numerics = choose_numerics(config.numerics, device)
     storage = Storage.F32 if numerics == "plain" else Storage(config.kv_storage)
     step = step_bytes(text, most_rows(config))
     shared = tables if engram == "host" and device.type == "cpu" else 0
     capacity = plan_capacity(config, text, storage, device, weight_bytes + shared, step)
-    return Plan(checkpoint, model_config, experts, device, numerics, weight_bytes, engram, tables, capacity, step)
+    return Plan(
+        checkpoint, model_config, experts, device, numerics, weight_bytes, bf16_bytes, engram, tables, capacity, step
+    )
 
 
 def assemble(config: EngineConfig, progress: Progress | None = None, rank: int = 0) -> Assembly:
@@ -143,7 +151,8 @@ def assemble(config: EngineConfig, progress: Progress | None = None, rank: int =
     check_planned(planned.needed_bytes, planned)
     tokenizer = tokenizer_of(config, model_config)
     classes = token_map(tokenizer.backend, model_config.text_config)
-    model = empty_model(model_config, device, experts)
+    bf16 = choose_bf16_weights(config.bf16_weights, planned.numerics, device)
+    model = empty_model(model_config, device, experts, bf16)
     loaded = functools.partial(progress, "weights") if progress is not None else None
     if checkpoint is not None:
         if config.layers is None and config.experts is None:
@@ -151,6 +160,7 @@ def assemble(config: EngineConfig, progress: Progress | None = None, rank: int =
         load_parameters(model.official_parameters(), checkpoint, experts=experts, progress=loaded)
     else:
         randomise(model.official_parameters(), config.weights_seed, experts=experts, progress=loaded)
+    model.fill_bf16()
     copied = functools.partial(progress, "Engram tables") if progress is not None else None
     tables = load_tables(config, checkpoint, model_config.text_config, device, copied)
     ids = torch.from_numpy(classes).to(device)
@@ -191,12 +201,15 @@ def check_planned(needed_bytes: int, planned: Plan) -> None:
         check_memory(needed_bytes, planned.device)
         check_memory(planned.shared_bytes, host)
     except OctavoError as error:
-        if not planned.shared_bytes:
-            raise
-        raise OctavoError(
-            f"{error} Copied Engram tables take {planned.shared_bytes / 2**30:.2f} GiB of the host (--engram host); "
-            "--engram mmap takes none."
-        ) from error
+        text = str(error)
+        if planned.bf16_bytes:
+            text += f" --bf16-weights off takes {planned.bf16_bytes / 2**30:.2f} GiB less on the device."
+        if planned.shared_bytes:
+            text += (
+                f" Copied Engram tables take {planned.shared_bytes / 2**30:.2f} GiB of the host (--engram host); "
+                "--engram mmap takes none."
+            )
+        raise OctavoError(text) from error
 
 
 def local_rank(rank: int) -> int:
@@ -244,6 +257,16 @@ def choose_compiler(name: Literal["auto", "inductor", "none"], numerics: Numeric
 def choose_overlap(config: EngineConfig, device: torch.device) -> bool:
     """Whether a step is launched before the one before is read. Without a GPU the host computes the step itself."""
     return config.overlap == "on" or (config.overlap == "auto" and config.ranks == 1 and device.type == "cuda")
+
+
+def choose_bf16_weights(name: Literal["auto", "on", "off"], numerics: Numerics, device: torch.device) -> bool:
+    """Whether F8 weights are held in BF16 too. Raises :class:`UsageError` where nothing would read them."""
+    if name == "on" and numerics != "fast":
+        raise UsageError(
+            f"--bf16-weights on with {numerics} numerics, which multiply in wider types: nothing would read them. Use "
+            "--numerics fast, or leave the option out."
+        )
+    return name == "on" or (name == "auto" and numerics == "fast" and device.type == "cuda")
 
 
 def activation_dtype(numerics: Numerics) -> torch.dtype:

@@ -274,3 +274,23 @@ def drawn(outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
     codes = torch.randn(outputs, inputs, device="cuda", generator=random) * inputs**-0.5 * 64
     scale = torch.randint(119, 124, (-(-outputs // 32), -(-inputs // 32)), device="cuda", generator=random)
     return codes.to(torch.float8_e4m3fn), scale.to(torch.uint8)
+
+
+def test_weights_held_in_bf16_change_no_bit() -> None:
+    """Few rows do not read them, many multiply by them instead of making them."""
+    (w1, s1), (w2, s2), (w3, s3) = drawn(2304, 5120), drawn(5120, 2304), drawn(2304, 5120)
+    grouped, other = drawn(8192, 4096), drawn(512, 5120)
+    wide = [bf16_tiles(*pair) for pair in ((w1, s1), (w2, s2), (w3, s3), grouped, other)]
+    both = torch.cat([wide[0], wide[2]])
+    for rows in (1, 100, 300, 700):
+        x, heads = normal(rows, 5120).to(torch.bfloat16), normal(rows, 64, 512).to(torch.bfloat16)
+        for operator, given, held in (
+            (kernels.linear_f8, (x, w1, s1), (wide[0],)),
+            (kernels.linear_f8_pair, (x, w1, s1, *other), (wide[0], wide[4])),
+            (kernels.grouped_linear, (heads, *grouped, 8), (wide[3],)),
+            (kernels.shared_expert, (x, w1, s1, w2, s2, w3, s3, 10.0), (both, wide[1])),
+        ):
+            call: Any = operator.backends["triton"].overload
+            plain, found = call(*given), call(*given, *held)
+            pairs = zip(plain, found, strict=True) if isinstance(plain, tuple) else [(plain, found)]
+            assert all(torch.equal(one, another) for one, another in pairs), f"{operator.name}, {rows} rows"

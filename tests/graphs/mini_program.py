@@ -30,12 +30,12 @@ from octavo.runtime.pools import Pools, PoolSizes, Storage
 TOP = 64
 
 
-def export(layers: int = 10) -> Compilation:
+def export(layers: int = 10, bf16_weights: bool = False) -> Compilation:
     """Before any pass; no memory is taken by weights."""
     config, device = cut_layers(preset("mini"), layers), torch.device("cpu")
     text = config.text_config
     with FakeTensorMode():
-        model = empty_model(config, device)
+        model = empty_model(config, device, bf16_weights=bf16_weights)
         sizes = PoolSizes(slots=3, pages=5, max_pages=4)
         inputs = body_inputs(text, Pools(text, sizes, Storage.BF16, device), torch.bfloat16)
         return compilation_of(model.body, inputs, classify)

@@ -17,8 +17,10 @@ from octavo.kernels.rope import window_latent
 from octavo.model.plan import plan_layers
 from octavo.passes.base import LAYER, ROLE, VALUE, Compilation, GraphError, PassContext, operator_of
 from octavo.passes.fuse import Fuse
+from octavo.passes.normalise import Normalise
 from octavo.passes.propagate import computed, fake_mode_of
 from octavo.passes.runner import run_passes
+from tests.graphs.mini_program import export
 from tests.passes.compiled import (
     batch,
     body_outputs,
@@ -66,6 +68,18 @@ def test_every_layer_has_its_pair(pairs: Compilation) -> None:
         assert [operator_of(user) for user in latent.users] == [window_latent]
     left = {node.meta[ROLE] for node in layer_nodes(pairs, "linear_f8")}
     assert left == {"attn.wq_b", "attn.wo_b", "attn.indexer.wq_b", "engram.wkv"}
+
+
+def test_weights_in_bf16_go_with_theirs() -> None:
+    compilation = export(layers=1, bf16_weights=True)
+    run_passes(compilation, WITH_KERNEL, passes=[Normalise(), Fuse()])
+    (found,) = layer_nodes(compilation, "linear_f8_pair")
+    names = ("wq_a.weight", "wq_a.scale", "wkv.weight", "wkv.scale", "wq_a.weight_bf16", "wkv.weight_bf16")
+    paths = [compilation.inputs[str(argument)].path for argument in found.args[1:]]
+    assert paths == [f"layers.0.attn.{name}" for name in names]
+    assert [argument.name for argument in found.target._schema.arguments] == [  # type: ignore[union-attr]
+        *("x", "weight_a", "scale_a", "weight_b", "scale_b", "weight_a_bf16", "weight_b_bf16")
+    ]
 
 
 def test_results_have_the_places_and_shapes_that_they_had(pairs: Compilation) -> None:

@@ -154,7 +154,7 @@ ENGINE = {
     *("--model", "--weights", "--preset", "--layers", "--experts", "--weights-seed", "--device", "--numerics"),
     *("--chunk", "--max-requests", "--max-model-len", "--kv-tokens", "--memory-fraction", "--kv-storage"),
     *("--step-deadline", "--ranks", "--graphs", "--buckets", "--dump-dir", "--compile", "--overlap"),
-    *("--engram", "--expert-placement", "--collectives"),
+    *("--engram", "--bf16-weights", "--expert-placement", "--collectives"),
 }
 SAMPLING = {
     *("--max-tokens", "--min-tokens", "--temperature", "--top-k", "--top-p", "--min-p", "--seed", "--n", "--timeout"),

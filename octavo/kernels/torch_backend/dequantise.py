@@ -23,6 +23,11 @@ def bf16_tiles(weight: Tensor, scale: Tensor) -> Tensor:
     return (tiles * scales[:, None, :, None]).view(outputs, inputs)
 
 
+def in_bf16(weight: Tensor, scale: Tensor, weight_bf16: Tensor | None) -> Tensor:
+    """The weight in BF16 that was given, or else :func:`bf16_tiles`."""
+    return bf16_tiles(weight, scale) if weight_bf16 is None else weight_bf16
+
+
 def bf16_rows(packed: Tensor, scale: Tensor) -> Tensor:
     """F4 weights [..., out, in/2] packed with scales [..., out, in/32] uint8 -> [..., out, in] BF16.
 

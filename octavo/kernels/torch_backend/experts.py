@@ -7,7 +7,7 @@ from torch import Tensor
 
 from octavo.kernels.experts import choose_experts, experts, gated, shared_expert
 from octavo.kernels.quantise import round_q8
-from octavo.kernels.torch_backend.dequantise import bf16_rows, bf16_tiles
+from octavo.kernels.torch_backend.dequantise import bf16_rows, in_bf16
 from octavo.kernels.torch_backend.f32_product import f32_product
 
 
@@ -58,11 +58,21 @@ def _experts(
 
 @shared_expert.implement("torch", compilable=True)
 def _shared_expert(
-    x: Tensor, w1: Tensor, s1: Tensor, w2: Tensor, s2: Tensor, w3: Tensor, s3: Tensor, limit: float
+    x: Tensor,
+    w1: Tensor,
+    s1: Tensor,
+    w2: Tensor,
+    s2: Tensor,
+    w3: Tensor,
+    s3: Tensor,
+    limit: float,
+    both_bf16: Tensor | None = None,
+    w2_bf16: Tensor | None = None,
 ) -> Tensor:
     rounded = round_q8(x)
-    gate, up = torch.mm(rounded, bf16_tiles(w1, s1).t()), torch.mm(rounded, bf16_tiles(w3, s3).t())
-    return torch.mm(round_q8(gated(gate, up, limit).to(x.dtype)), bf16_tiles(w2, s2).t())
+    w1_bf16, w3_bf16 = (None, None) if both_bf16 is None else both_bf16.chunk(2)
+    gate, up = torch.mm(rounded, in_bf16(w1, s1, w1_bf16).t()), torch.mm(rounded, in_bf16(w3, s3, w3_bf16).t())
+    return torch.mm(round_q8(gated(gate, up, limit).to(x.dtype)), in_bf16(w2, s2, w2_bf16).t())
 
 
 def _grouped(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:

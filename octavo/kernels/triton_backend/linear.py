@@ -50,7 +50,7 @@ def _refuses_grouped_weights(weights: Mapping[str, Tensor]) -> str | None:
 
 
 @linear_f8.implement("triton", devices=frozenset({"cuda"}), refuses=_refuses, refuses_weights=_refuses_weights)
-def linear_f8_triton(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+def linear_f8_triton(x: Tensor, weight: Tensor, scale: Tensor, weight_bf16: Tensor | None = None) -> Tensor:
     """As the reference on BF16 rows, with F32 sums, but codes of NaN in weights count as 480.
 
     Scales that weights may have: ``linear_kernels``.
@@ -62,7 +62,7 @@ def linear_f8_triton(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     launch = choose_launch(rows, outputs)
     if launch is None:
         rounded = prepared_rows(x, quantised=True, fragments=False)
-        return torch.mm(rounded, bf16_weight(weight, scale).t())
+        return torch.mm(rounded, bf16_weight(weight, scale, weight_bf16).t())
     return multiply_few(launch, x.contiguous(), weight, scale, groups=1, quantised=True)
 
 
@@ -70,7 +70,13 @@ def linear_f8_triton(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     "triton", devices=frozenset({"cuda"}), refuses=_refuses, refuses_weights=_refuses_weights_of_pair
 )
 def linear_f8_pair_triton(
-    x: Tensor, weight_a: Tensor, scale_a: Tensor, weight_b: Tensor, scale_b: Tensor
+    x: Tensor,
+    weight_a: Tensor,
+    scale_a: Tensor,
+    weight_b: Tensor,
+    scale_b: Tensor,
+    weight_a_bf16: Tensor | None = None,
+    weight_b_bf16: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As ``linear_f8`` by this backend, twice: to the bit where the library multiplies, or inputs are split alike.
 
@@ -84,15 +90,17 @@ def linear_f8_pair_triton(
     launch = choose_launch(rows, weight_a.shape[0] + weight_b.shape[0])
     if launch is None:
         rounded = prepared_rows(x, quantised=True, fragments=False)
-        first = torch.mm(rounded, bf16_weight(weight_a, scale_a).t())
-        return first, torch.mm(rounded, bf16_weight(weight_b, scale_b).t())
+        first = torch.mm(rounded, bf16_weight(weight_a, scale_a, weight_a_bf16).t())
+        return first, torch.mm(rounded, bf16_weight(weight_b, scale_b, weight_b_bf16).t())
     return multiply_pair_few(launch, x.contiguous(), weight_a, scale_a, weight_b, scale_b)
 
 
 @grouped_linear.implement(
     "triton", devices=frozenset({"cuda"}), refuses=_refuses_grouped, refuses_weights=_refuses_grouped_weights
 )
-def grouped_linear_triton(x: Tensor, weight: Tensor, scale: Tensor, groups: int) -> Tensor:
+def grouped_linear_triton(
+    x: Tensor, weight: Tensor, scale: Tensor, groups: int, weight_bf16: Tensor | None = None
+) -> Tensor:
     """As the reference on BF16 rows, with F32 sums, but codes of NaN in weights count as 480.
 
     Scales that weights may have: ``linear_kernels``.
@@ -106,6 +114,6 @@ def grouped_linear_triton(x: Tensor, weight: Tensor, scale: Tensor, groups: int)
         return multiply_few(launch, x.flatten(1).contiguous(), weight, scale, groups=groups, quantised=False)
     result = x.new_empty(rows, groups, outputs // groups)
     grouped = x.flatten(1).unflatten(1, (groups, -1)).transpose(0, 1)
-    matrices = bf16_weight(weight, scale).unflatten(0, (groups, -1))
+    matrices = bf16_weight(weight, scale, weight_bf16).unflatten(0, (groups, -1))
     torch.bmm(grouped, matrices.transpose(1, 2), out=result.transpose(0, 1))
     return result.flatten(1)

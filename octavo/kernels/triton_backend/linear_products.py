@@ -212,8 +212,10 @@ def prepared_rows(x: Tensor, quantised: bool, fragments: bool) -> Tensor:
     return target
 
 
-def bf16_weight(weight: Tensor, scale: Tensor) -> Tensor:
-    """F8 weight [out, in] with tile scales -> [out, in] BF16, exact."""
+def bf16_weight(weight: Tensor, scale: Tensor, weight_bf16: Tensor | None = None) -> Tensor:
+    """The weight in BF16 that was given, or else made of F8 weight [out, in] and tile scales, exact."""
+    if weight_bf16 is not None:
+        return weight_bf16
     return dequantise_into(weight.new_empty(weight.shape, dtype=torch.bfloat16), weight, scale)
 
 

@@ -46,7 +46,16 @@ def _refuses_weights(weights: Mapping[str, Tensor]) -> str | None:
 
 @shared_expert.implement("triton", devices=frozenset({"cuda"}), refuses=_refuses, refuses_weights=_refuses_weights)
 def shared_expert_triton(
-    x: Tensor, w1: Tensor, s1: Tensor, w2: Tensor, s2: Tensor, w3: Tensor, s3: Tensor, limit: float
+    x: Tensor,
+    w1: Tensor,
+    s1: Tensor,
+    w2: Tensor,
+    s2: Tensor,
+    w3: Tensor,
+    s3: Tensor,
+    limit: float,
+    both_bf16: Tensor | None = None,
+    w2_bf16: Tensor | None = None,
 ) -> Tensor:
     """As the reference on BF16 rows, with F32 sums, but codes of NaN in weights count as 480.
 
@@ -58,11 +67,12 @@ def shared_expert_triton(
         return x.new_empty(x.shape)
     both, down = choose_launch_of_two(rows), choose_launch(rows, x.shape[1])
     if both is None or down is None:
-        matrices = x.new_empty(2, *w1.shape)
-        dequantise_into(matrices[0], w1, s1)
-        dequantise_into(matrices[1], w3, s3)
-        products = torch.mm(prepared_rows(x, quantised=True, fragments=False), matrices.flatten(0, 1).t())
-        return torch.mm(_hidden(products.view(1, rows, 2, inner), limit, False), bf16_weight(w2, s2).t())
+        if both_bf16 is None:
+            both_bf16 = x.new_empty(2 * inner, x.shape[1])
+            dequantise_into(both_bf16[:inner], w1, s1)
+            dequantise_into(both_bf16[inner:], w3, s3)
+        products = torch.mm(prepared_rows(x, quantised=True, fragments=False), both_bf16.t())
+        return torch.mm(_hidden(products.view(1, rows, 2, inner), limit, False), bf16_weight(w2, s2, w2_bf16).t())
     source, kind = prepare(both, x.contiguous(), quantised=True)
     parts = multiply_both(both, source, kind, w1, s1, w3, s3)
     return multiply_prepared(down, _hidden(parts, limit, True), "prepared", w2, s2, groups=1)

@@ -1,6 +1,7 @@
 """Cases of ``linear_f8``, ``linear_f8_pair``, ``grouped_linear`` and ``shared_expert`` at the released model's widths.
 
-The library's part multiplies unquantised rows by weights in BF16, which take twice the memory.
+The library's part multiplies unquantised rows by weights in BF16, which take twice the memory. "BF16 held": ours, with
+weights in BF16 at hand, which steps of many rows multiply by.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def _linear(rows: int, inputs: int, outputs: int) -> Prepared:
         x: Tensor = given[number]["x"]
         return torch.mm(x, wide[number].t())
 
-    return _prepared(kernels.linear_f8, given, library, rows, [(outputs, inputs)], inputs + outputs)
+    held = [{**one, "weight_bf16": each} for one, each in zip(given, wide, strict=True)]
+    return _prepared(kernels.linear_f8, given, held, library, rows, [(outputs, inputs)], inputs + outputs)
 
 
 @torch.no_grad()
@@ -102,12 +104,14 @@ def _grouped(rows: int) -> Prepared:
         {"x": _rows(rows, _HEADS, _HEAD_DIM), **_weight("weight", "scale", outputs, inputs), "groups": _GROUPS}
         for _ in range(copies_for(float(inputs * outputs), _MOST_COPIES))
     ]
-    wide = [bf16_tiles(one["weight"], one["scale"]).unflatten(0, (_GROUPS, -1)).transpose(1, 2) for one in given]
+    held = [{**one, "weight_bf16": bf16_tiles(one["weight"], one["scale"])} for one in given]
+    wide = [one["weight_bf16"].unflatten(0, (_GROUPS, -1)).transpose(1, 2) for one in held]
 
     def library(number: int) -> Tensor:
         return torch.bmm(given[number]["x"].view(rows, _GROUPS, inputs).transpose(0, 1), wide[number])
 
-    return _prepared(kernels.grouped_linear, given, library, rows, [(outputs, inputs)], inputs * _GROUPS + outputs)
+    moved = inputs * _GROUPS + outputs
+    return _prepared(kernels.grouped_linear, given, held, library, rows, [(outputs, inputs)], moved)
 
 
 @torch.no_grad()
@@ -118,20 +122,25 @@ def _shared(rows: int) -> Prepared:
         given.append({"x": _rows(rows, _HIDDEN), "limit": _LIMIT})
         for name, shape in shapes.items():
             given[-1] |= _weight(f"w{name}", f"s{name}", *shape)
-    wide = [[bf16_tiles(one[f"w{n}"], one[f"s{n}"]).t() for n in (1, 3, 2)] for one in given]
+    wide = [{n: bf16_tiles(one[f"w{n}"], one[f"s{n}"]) for n in shapes} for one in given]
+    held = [
+        {**one, "both_bf16": torch.cat([each["1"], each["3"]]), "w2_bf16": each["2"]}
+        for one, each in zip(given, wide, strict=True)
+    ]
 
     def library(number: int) -> Tensor:
         """Products alone."""
-        gate, up, down = wide[number]
-        torch.mm(given[number]["x"], gate)
-        return torch.mm(torch.mm(given[number]["x"], up), down)
+        x: Tensor = given[number]["x"]
+        torch.mm(x, wide[number]["1"].t())
+        return torch.mm(torch.mm(x, wide[number]["3"].t()), wide[number]["2"].t())
 
-    return _prepared(kernels.shared_expert, given, library, rows, list(shapes.values()), 2 * _HIDDEN)
+    return _prepared(kernels.shared_expert, given, held, library, rows, list(shapes.values()), 2 * _HIDDEN)
 
 
 def _prepared(
     operator: Operator[..., Any],
     given: Inputs,
+    held: Inputs,
     library: Callable[[int], Tensor],
     rows: int,
     shapes: list[tuple[int, int]],
@@ -139,7 +148,12 @@ def _prepared(
 ) -> Prepared:
     """``channels`` BF16 numbers of a row are read or written; weights of all ``shapes`` and their scales are read."""
     weights = sum(outputs * inputs for outputs, inputs in shapes)
-    ours = {name: functools.partial(call_copy, operator.backends[name].overload, given) for name in ("triton", "torch")}
+    triton, plain = (operator.backends[name].overload for name in ("triton", "torch"))
+    ours = {
+        "triton": functools.partial(call_copy, triton, given),
+        "triton, BF16 held": functools.partial(call_copy, triton, held),
+        "torch": functools.partial(call_copy, plain, given),
+    }
     return Prepared(
         variants={**ours, "cuBLAS, BF16": library},
         copies=len(given),
