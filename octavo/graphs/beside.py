@@ -76,6 +76,7 @@ def on_two_streams(module: GraphModule, side: Side) -> GraphModule:
     """
     beside = runs_beside(list(module.graph.nodes))
     awaited = {reader: node for node, reader in beside.items()}
+    assert len(awaited) == len(beside), "two calls that run beside others have one first reader"
     root = nn.Module()
     for name, child in module.named_children():
         root.add_module(name, child)

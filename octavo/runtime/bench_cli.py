@@ -30,7 +30,9 @@ _BASELINES_HELP = (
     "Also measure: eager (the same model in plain PyTorch operations), compile (torch.compile of those, which takes "
     "minutes for many --layers), huggingface (layers of transformers' deepseek_v4). Separated by commas."
 )
-_REPEAT_HELP = "Steps of which the median is taken; baselines run a fifth as often."
+_REPEAT_HELP = (
+    "Turns of which the median is taken, on a GPU of four steps one behind another; baselines have a fifth as many."
+)
 _PLOT_HELP = "Also draw the components under the roofline to this SVG file."
 
 

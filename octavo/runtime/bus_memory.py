@@ -25,8 +25,9 @@ class _Locked:
             with contextlib.suppress(torch.AcceleratorError):  # CUDA tells whoever asks next once more; that is nobody
                 torch.zeros(1, device="cuda")
             raise OctavoError(
-                f"{size / 2**30:.2f} GiB of host memory cannot be locked for the GPU (CUDA error {status}). Use "
-                "--engram mmap, which needs no locked memory, or --engram device."
+                f"{size / 2**30:.2f} GiB of host memory cannot be locked for the GPU (CUDA error {status}), which "
+                "--engram host needs (auto means that on CUDA). Use --engram mmap, which locks nothing, or --engram "
+                "device."
             )
         self._memory = memory
         self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}

@@ -67,7 +67,8 @@ class Stats:
     overlapped_steps: int = 0
     """Launched before the tokens of the step before were read."""
     early_reads: int = 0
-    """Steps that were read before the next was launched, although steps overlap: pages were short."""
+    """Steps that were read before the next was launched, although steps overlap: pages were short, or a deadline had
+    passed."""
     rows_in_vain: int = 0
     """Computed for answers that had ended when their tokens were read."""
     finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(get_args(FinishReason), 0))
@@ -109,8 +110,8 @@ class EngineCore:
 
     def step(self) -> None:
         """Compute one step, if there is anything to compute, and read the one before, if that is still to be done."""
-        if self.overlap and self._in_flight is not None and self.scheduler.is_short_of_pages():
-            self.stats.early_reads += 1  # it may end an answer, and so spare another one to give way
+        if self._reads_early():
+            self.stats.early_reads += 1
             self.read()
         step = self._schedule()
         hidden = self._run(step) if step.work else None
@@ -138,6 +139,13 @@ class EngineCore:
                     self._finish(request, "error", error=f"{type(outcome).__name__}: {outcome}")
                 else:
                     self._advance(request, outcome, logprobs.get(request), now)
+
+    def _reads_early(self) -> bool:
+        """What is in flight may end an answer, and so spare another one to give way; and a token that was drawn in time
+        belongs to its answer."""
+        if not self.overlap or self._in_flight is None or not self._in_flight.requests:
+            return False
+        return self.scheduler.is_short_of_pages() or self.scheduler.is_overdue(self.clock())
 
     def _schedule(self) -> Step:
         with self._part("schedule", "scheduling"):
@@ -183,6 +191,8 @@ class EngineCore:
             self._in_flight = self._draw(hidden, requests, rows, prompt_logprobs)
             for place, request in enumerate(requests):
                 request.expect(place)
+                if request.complete:
+                    self.scheduler.retire(request)
         if requests and not self.overlap:
             self.read()
 

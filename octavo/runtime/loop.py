@@ -135,7 +135,11 @@ class EngineLoop:
                 for request in requests:
                     core.abort(request)
         except BaseException as error:  # whatever it is, clients wait
-            failure = EngineFailure(f"The engine ended while {core.doing}: {type(error).__name__}: {error}")
+            doing = core.doing
+            if self._failure is None:
+                with contextlib.suppress(Exception):  # what the step before has drawn may end answers
+                    core.read()
+            failure = EngineFailure(f"The engine ended while {doing}: {type(error).__name__}: {error}")
             failure.__cause__ = error
             self.fail(failure)
         finally:

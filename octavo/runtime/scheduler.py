@@ -38,13 +38,15 @@ class Sequence:
     """-1 while it waits."""
     pages: list[int] = field(default_factory=list)
     preemptions: int = 0
+    retired: bool = False
+    """It has given back slot and pages, and is not done: its last token is on its way."""
     done: bool = False
     order: int = -1
     """Its place in order of arrival, given by :meth:`Scheduler.add`."""
 
     @property
     def complete(self) -> bool:
-        """It has its last token, and runs until the engine has seen which one."""
+        """It has its last token, known or not."""
         return len(self.tokens) >= self.max_length
 
 
@@ -115,13 +117,20 @@ class Scheduler:
         if sequence.slot >= 0:
             self.running.remove(sequence)
             self._release(sequence)
-        else:
+        elif not sequence.retired:
             self.waiting.remove(sequence)
+
+    def retire(self, sequence: Sequence) -> None:
+        """Its last token has been drawn: nothing more is computed for it, so others may have its slot and pages. The
+        device runs steps in order. :meth:`finish` is still to come."""
+        sequence.retired = True
+        self.running.remove(sequence)
+        self._release(sequence)
 
     def schedule(self, now: float) -> Step:
         """Plan the next step; empty when nothing waits. Follow it with :meth:`computed`."""
         step = Step()
-        if now >= self._earliest:
+        if self.is_overdue(now):
             self._expire(step, now)
         self._decode_rows(step)
         self._prefill_rows(step)
@@ -131,9 +140,11 @@ class Scheduler:
     def is_short_of_pages(self) -> bool:
         """Whether the next step's decode rows need more pages than are free, so that somebody would give way."""
         free = self.pages.free
-        return free < len(self.running) and free < sum(
-            not s.complete and len(s.tokens) > len(s.pages) * PAGE_TOKENS for s in self.running
-        )
+        return free < len(self.running) and free < sum(len(s.tokens) > len(s.pages) * PAGE_TOKENS for s in self.running)
+
+    def is_overdue(self, now: float) -> bool:
+        """Whether :meth:`schedule` would look for sequences that are past their deadline."""
+        return now >= self._earliest
 
     def computed(self, step: Step) -> None:
         """The step's rows are in the state now."""
@@ -165,7 +176,7 @@ class Scheduler:
         """One row for every sequence that has one token left to compute."""
         for sequence in self.running:  # preemption takes from its end: whoever has its row keeps it
             length = len(sequence.tokens)
-            if sequence.computed + 1 != length or sequence.complete:
+            if sequence.computed + 1 != length:
                 continue
             if length <= len(sequence.pages) * PAGE_TOKENS or self._reserve(step, sequence, length):
                 step.work.append(Work(sequence, length - 1, length, True))
@@ -203,8 +214,8 @@ class Scheduler:
     def _admit(self, step: Step) -> None:
         """Give waiting sequences a slot, in order, while there are rows, slots, and pages for all their tokens.
 
-        Hence nobody runs without a row in every step, but who is complete. After a preemption nobody comes in: fewer
-        pages are free than were needed.
+        Hence nobody runs without a row in every step. After a preemption nobody comes in: fewer pages are free than
+        were needed.
         """
         while self.waiting and step.rows < self.row_budget and self.slots.free and not step.preempted:
             sequence = self.waiting[0]

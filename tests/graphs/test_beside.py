@@ -75,6 +75,8 @@ def test_what_is_read_is_held() -> None:
             assert order[order.index(wait) + 1] in wait.users and set(begin.users) == {wait}
             between = [operator_of(node) for node in order[order.index(begin) : order.index(wait)]]
             assert OPERATORS["experts"] in between
+            behind = {known for user in wait.users if (known := operator_of(user)) is not None}
+            assert behind <= {OPERATORS["combine"]}, "its kernel starts behind an event, see dependent_launch"
 
 
 @pytest.mark.parametrize("text", ["s e c", "s c e", "e s c", "s e", "s c", "e c"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import collections.abc
 
 import torch
 from torch import Tensor
@@ -10,21 +10,21 @@ from torch import Tensor
 from octavo.runtime.core import EngineCore
 from octavo.runtime.request import Request
 from octavo.runtime.runner import Chunk
-from octavo.runtime.scheduler import Scheduler, Step
+from octavo.runtime.scheduler import Scheduler, Sequence
 from tests.runtime.stub_model import StubRunner
 
 
 class PlaceholderAsToken(StubRunner):
     """Computes what stands for a token as if it were one."""
 
-    def run(self, chunks: Sequence[Chunk], drawn: Tensor | None = None) -> Tensor:
+    def run(self, chunks: collections.abc.Sequence[Chunk], drawn: Tensor | None = None) -> Tensor:
         return super().run(chunks, torch.zeros_like(drawn) if drawn is not None else None)
 
 
 class TokensOfOthers(StubRunner):
     """Gives every row the token of its neighbour."""
 
-    def run(self, chunks: Sequence[Chunk], drawn: Tensor | None = None) -> Tensor:
+    def run(self, chunks: collections.abc.Sequence[Chunk], drawn: Tensor | None = None) -> Tensor:
         return super().run(chunks, drawn.roll(1) if drawn is not None else None)
 
 
@@ -61,12 +61,8 @@ class NeverReads(EngineCore):
 class RowsBeyondTheEnd(Scheduler):
     """Computes a last token, though nothing is sampled after it."""
 
-    def schedule(self, now: float) -> Step:
-        step = super().schedule(now)
-        beyond = next((sequence for sequence in self.running if sequence.complete), None)
-        if beyond is not None and step.rows < self.row_budget:
-            self._chunk(step, beyond, 1)
-        return step
+    def retire(self, sequence: Sequence) -> None:
+        """It goes on."""
 
 
 BROKEN_OVERLAPS: tuple[type[EngineCore | StubRunner | Scheduler], ...] = (

@@ -174,14 +174,15 @@ class World:
         self.events += 1
         assert self.core.doing == "waiting for requests"
         for client in self._look():
-            assert client.request.deadline > self.now, "past its deadline, and alive"
-            if client.started is None and client.request.slot >= 0:
+            retired = client.request.retired
+            assert client.request.deadline > self.now or retired, "past its deadline, and alive"
+            if client.started is None and (client.request.slot >= 0 or retired):
                 client.started = self.now
         self.check()
 
     def abort(self, client: Client) -> None:
         request = client.request
-        if request.slot < 0:
+        if request.slot < 0 and not request.retired:
             state = "preempted" if request.preemptions else "waiting"
         else:
             state = "decoding" if request.made else "prefilling"
@@ -227,7 +228,9 @@ class World:
 
     def check(self) -> None:
         self.scheduler.check()
-        assert len(self._look()) == len(self.scheduler.running) + len(self.scheduler.waiting)
+        alive = self._look()
+        retired = sum(client.request.retired for client in alive)
+        assert len(alive) == len(self.scheduler.running) + len(self.scheduler.waiting) + retired
 
     def first_token(self, client: Client) -> None:
         """First come, first served; but beside a prompt that takes several steps short ones are computed."""

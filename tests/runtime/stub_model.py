@@ -87,7 +87,8 @@ class StubRunner:
         assert all(chunk.ids for chunk in chunks), "a chunk without rows"
         rows = sum(len(chunk.ids) for chunk in chunks)
         assert 0 < rows <= scheduler.row_budget, "row budget"
-        assert len(chunks) == sum(not sequence.complete for sequence in scheduler.running), "somebody without a row"
+        assert len(chunks) == len(scheduler.running), "somebody without a row"
+        assert not any(sequence.complete for sequence in scheduler.running), "a row behind the last token"
         lengths = {sequence.slot: len(sequence.tokens) for sequence in scheduler.running}
         decoding = [0 < chunk.start == lengths[chunk.slot] - 1 for chunk in chunks]
         assert decoding == sorted(decoding, reverse=True), "a decode row after a prefill chunk"

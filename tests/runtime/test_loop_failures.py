@@ -8,10 +8,12 @@ import time
 from collections.abc import Sequence
 
 import pytest
+from torch import Tensor
 
 from octavo.errors import UsageError
 from octavo.runtime.loop import EngineFailure
 from octavo.runtime.request import Delta
+from octavo.runtime.runner import Chunk
 from octavo.runtime.sampling import SamplingParams
 from tests.runtime.loop_world import (
     LONG,
@@ -26,7 +28,7 @@ from tests.runtime.loop_world import (
     scheduler_of,
     submit,
 )
-from tests.runtime.stub_model import FailingMask
+from tests.runtime.stub_model import FailingMask, StubRunner
 
 
 def test_hanging_step_ends_the_engine() -> None:
@@ -73,6 +75,31 @@ def test_a_step_that_ends_after_its_deadline_changes_nothing(error: Exception | 
         assert client.request.made == (1 if error is None else 0)
         with pytest.raises(EngineFailure, match="hangs"):
             submit(loop, Client())
+
+
+class FailsAtThird(StubRunner):
+    """Cannot launch its third step."""
+
+    launched = 0
+
+    def run(self, chunks: Sequence[Chunk], drawn: Tensor | None = None) -> Tensor:
+        self.launched += 1
+        if self.launched == 3:
+            raise RuntimeError("out of memory")
+        return super().run(chunks, drawn)
+
+
+@pytest.mark.parametrize("overlap", (False, True))
+def test_what_was_drawn_before_a_step_that_fails_is_delivered(overlap: bool) -> None:
+    """With overlap it has not been read when the next step fails; an answer that it completes is complete."""
+    scheduler = scheduler_of()
+    with engine(FailsAtThird(scheduler), scheduler=scheduler, overlap=overlap) as loop:
+        short, long = Client(params=SamplingParams(max_tokens=2, ignore_eos=True)), Client([5] * 9, params=LONG)
+        submit(loop, short, long)
+        assert short.is_lone()
+        with pytest.raises(EngineFailure, match=r"computing step 3: 1 rows.*out of memory"):
+            long.answer()
+        assert long.request.made == 2
 
 
 def test_a_group_hears_of_the_end_as_long_as_one_of_it_is_open() -> None:

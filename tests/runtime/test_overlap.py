@@ -118,14 +118,54 @@ def test_an_aborted_answer_holds_what_has_been_read() -> None:
     assert second.answer is not None and len(second.answer.ids) == 30
 
 
-def test_nobody_gives_way_to_an_answer_that_ends() -> None:
-    """When pages are short, what is in flight is read first: the older answer ends with it and leaves its pages."""
+@pytest.mark.parametrize("foreseen", (True, False))
+def test_nobody_gives_way_to_an_answer_that_ends(foreseen: bool) -> None:
+    """When pages are short, what is in flight is read first: the older answer ends with it, at a stop token, and leaves
+    its pages. One that ends by its length has left them when its last token was drawn."""
+    prompt = next(p for p in range(5, 50) if ends_once(lone(Ask([p] * 40, params(max_tokens=25))).ids))
+    stop = lone(Ask([prompt] * 40, params(max_tokens=25))).ids[-1]
     world = World(Sizes(slots=2, pages=2, row_budget=128, max_length=128), overlap=True)
-    (old,) = world.submit(Ask([5] * 40, params(max_tokens=25)))
+    old_params = params(max_tokens=25) if foreseen else params(max_tokens=60, stop_token_ids=(stop,))
+    (old,) = world.submit(Ask([prompt] * 40, old_params))
     (young,) = world.submit(Ask([6] * 40, params(max_tokens=60)))
     world.end()
+    assert len(old.ids) == 25 and len(young.ids) == 60
     assert (old.request.preemptions, young.request.preemptions) == (0, 0)
-    assert world.core.stats.early_reads == 1
+    assert world.core.stats.early_reads == (not foreseen)
+
+
+def ends_once(ids: list[int]) -> bool:
+    """The last token does not stand before."""
+    return ids.index(ids[-1]) == len(ids) - 1
+
+
+@pytest.mark.parametrize("most", (1, 4))
+def test_short_answers_take_as_many_steps_as_without(most: int) -> None:
+    """Whose last token has been drawn leaves its slot at once: forty short ones queue beside a long one."""
+    steps = []
+    for overlap in (False, True):
+        world = World(Sizes(slots=4, pages=40, row_budget=64, max_length=600), overlap=overlap)
+        world.submit(Ask([5], params(max_tokens=200)))
+        for number in range(40):
+            world.submit(Ask([6 + number], params(max_tokens=most)))
+        while world.core.stats.finished["length"] < 40:
+            world.step()
+        steps.append(world.core.stats.steps)
+        world.end()
+    assert steps[1] <= steps[0] + 1, "with overlap the last step is read one later"
+
+
+def test_a_token_that_was_drawn_in_time_belongs_to_its_answer() -> None:
+    """The deadline passes when it has been drawn and is still to be read."""
+    for most, reason, length in ((1, "length", 1), (3, "length", 3), (5, "timeout", 3)):
+        world = World(ROOMY, overlap=True)
+        (client,) = world.submit(Ask([5, 6], params(max_tokens=most, timeout=5.0)))
+        for _ in range(3):
+            world.step()
+        world.wait(6.0)
+        world.end()
+        assert client.answer is not None
+        assert (client.answer.finish_reason, len(client.answer.ids)) == (reason, length), most
 
 
 def test_masks_see_every_token_before_theirs() -> None:

@@ -4,8 +4,9 @@ Such a kernel is launched with ``launch_pdl``, and each of its programs calls :f
 writes anything. Then no kernel ends before all that stand ahead have ended. Any kernel may let the next start early,
 the last of an operator too: whoever comes behind is ordinary, and starts when all is over, or waits itself.
 
-Directly behind a collective, an event of another stream, no such kernel may stand unless that is tested: today ordinary
-ones stand there.
+Directly behind a collective, or the end of a call on a second stream (``graphs/beside.py``), which are events of
+another stream, no such kernel may stand unless that is tested: today ordinary ones stand there, ``combine`` behind the
+latter.
 """
 
 from __future__ import annotations

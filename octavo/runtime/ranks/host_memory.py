@@ -22,9 +22,9 @@ from octavo.runtime.ranks.agreement import exchange
 def shared_memory(size: int, ranks: int, writable: bool = False) -> tuple[Tensor, bool]:
     """[size] uint8 that all ranks of this host see, and whether this rank fills it.
 
-    To the others it is read-only, unless it is to be ``writable``: CUDA locks no other pages. All ranks call it
-    together, once they have a process group. What is filled in is there for all after the next collective. Raises
-    :class:`OctavoError` if this rank cannot map what another has made.
+    To the others it is read-only, unless it is to be ``writable``, as what is locked for a GPU here has to be. All
+    ranks call it together, once they have a process group. What is filled in is there for all after the next
+    collective. Raises :class:`OctavoError` if this rank cannot map what another has made.
     """
     descriptor = os.memfd_create("octavo", os.MFD_CLOEXEC)
     try:
@@ -36,7 +36,7 @@ def shared_memory(size: int, ranks: int, writable: bool = False) -> tuple[Tensor
         everybody = exchange({"host": _host(), "process": os.getpid(), "descriptor": descriptor}, group)
         maker = next(rank for rank, one in enumerate(everybody) if one["host"] == _host())
         mine = maker == dist.get_rank()
-        found = _mapped(descriptor, size, True) if mine else _others(everybody[maker], maker, size, writable)
+        found = _mapped(descriptor, size, writable=True) if mine else _others(everybody[maker], maker, size, writable)
         exchange({}, group)  # all have mapped it: nobody needs the descriptors any more
         return found, mine
     finally:
