@@ -94,7 +94,10 @@ def _engine_stats(stats: Mapping[str, Any]) -> Iterator[Metric]:
         ("generated_tokens", "Tokens that were sampled."),
         ("preemptions", "Requests that gave their pages back and were computed again."),
         ("overlapped_steps", "Steps launched before the tokens of the step before were read."),
-        ("early_reads", "Steps read before the next was launched, although steps overlap: pages were short, or a deadline passed."),
+        (
+            "early_reads",
+            "Steps read before the next was launched, with overlap: pages were short or a deadline passed.",
+        ),
         ("rows_in_vain", "Rows computed for answers that had ended when their tokens were read."),
     ):
         yield CounterMetricFamily(f"octavo_{key}", text, stats[key])
