@@ -166,8 +166,8 @@ def test_ranks_that_do_not_divide_the_experts_are_refused() -> None:
 
 @pytest.mark.parametrize("kv_tokens", [None, 65_536])
 def test_refusal_on_gpus(gpus_with: Callable[[list[int]], None], kv_tokens: int | None) -> None:
-    """A GPU of 50 GiB holds an eighth of the released experts, not a sixth, nor an eighth with weights in BF16; the state
-    is what is left, or as given."""
+    """A GPU of 50 GiB holds an eighth of the released experts, not a sixth, nor an eighth with weights in BF16 too; the
+    state is what is left, or as given."""
 
     def released_on(ranks: int) -> EngineConfig:
         return EngineConfig(weights="random", preset="slice", experts=384, ranks=ranks, kv_tokens=kv_tokens)
