@@ -41,8 +41,13 @@ class Model(nn.Module):
 
 def resident_bytes(model: Model) -> int:
     """Bytes of all weights, also of a model on the meta device."""
-    bf16 = [module.weight_bf16 for module in _held_in_bf16(model)]
-    return sum(tensor.nbytes for tensor in (*model.parameters(), *bf16) if tensor is not None)
+    return sum(parameter.nbytes for parameter in model.parameters()) + bf16_bytes(model)
+
+
+def bf16_bytes(model: Model) -> int:
+    """Of these, F8 weights that are held in BF16 too."""
+    held = [module.weight_bf16 for module in _held_in_bf16(model)]
+    return sum(weight.nbytes for weight in held if weight is not None)
 
 
 def empty_model(

@@ -17,7 +17,7 @@ from octavo.model.checkpoint import Checkpoint
 from octavo.model.config import ModelConfig, TextConfig
 from octavo.model.loading import load_parameters
 from octavo.model.memory import check_memory
-from octavo.model.model import Model, empty_model, resident_bytes
+from octavo.model.model import Model, bf16_bytes, empty_model, resident_bytes
 from octavo.model.prelude import Prelude
 from octavo.model.random_weights import randomise
 from octavo.model.token_classes import pad_class, token_map
@@ -121,10 +121,8 @@ def plan(config: EngineConfig, rank: int = 0) -> Plan:
         experts = _share(experts, rank, config.ranks)
     numerics = choose_numerics(config.numerics, device)
     bf16 = choose_bf16_weights(config.bf16_weights, numerics)
-    weight_bytes, stored_bytes = (
-        resident_bytes(empty_model(model_config, torch.device("meta"), experts, held)) for held in (bf16, False)
-    )
-    bf16_bytes = weight_bytes - stored_bytes
+    model = empty_model(model_config, torch.device("meta"), experts, bf16)
+    weight_bytes = resident_bytes(model)
     engram, tables = choose_engram_memory(config, device), table_bytes(text)
     if engram == "device":
         weight_bytes += tables
@@ -133,7 +131,17 @@ def plan(config: EngineConfig, rank: int = 0) -> Plan:
     shared = tables if engram == "host" and device.type == "cpu" else 0
     capacity = plan_capacity(config, text, storage, device, weight_bytes + shared, step)
     return Plan(
-        checkpoint, model_config, experts, device, numerics, weight_bytes, bf16_bytes, engram, tables, capacity, step
+        checkpoint,
+        model_config,
+        experts,
+        device,
+        numerics,
+        weight_bytes,
+        bf16_bytes(model),
+        engram,
+        tables,
+        capacity,
+        step,
     )
 
 
