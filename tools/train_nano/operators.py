@@ -32,12 +32,10 @@ _PLAIN: Mapping[str, Callable[..., Any]] = {
 """Operators in which nothing is rounded that training rounds."""
 _ROUNDED: Mapping[str, Callable[..., Any]] = {
     "linear_f32": rows.linear_f32,
-    "grouped_linear": rows.grouped_linear,
     "rms_norm": rows.rms_norm,
     "mhc_collapse": rows.mhc_collapse,
     "window_latent": rows.window_latent,
     "index_query": rows.index_query,
-    "shared_expert": rows.shared_expert,
     "engram_gate": rows.engram_gate,
 }
 """Those that act on each row alone."""
@@ -54,7 +52,8 @@ class TrainingOperators(TorchFunctionMode):
         by_name |= {
             method.__name__.removeprefix("_"): _by_keyword(method)
             for method in (
-                *(self._linear_f8, self._linear, self._experts, self._publish, self._select),
+                *(self._linear_f8, self._grouped_linear, self._shared_expert, self._linear, self._experts),
+                *(self._publish, self._select),
                 *(self._select_candidates, self._attend, self._commit_window, self._engram_lookup, self._embed_tokens),
             )
         }
@@ -70,10 +69,17 @@ class TrainingOperators(TorchFunctionMode):
             raise NotImplementedError(f"{func}: no differentiable counterpart in tools/train_nano")
         return func(*args, **(kwargs or {}))
 
-    # The following take their operator's arguments by name, and leave out those that only pools and batches need.
+    # The following take their operator's arguments by name, and leave out those that only pools and batches need, and
+    # what weights are besides the masters that they are here.
 
-    def _linear_f8(self, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-        return rows.linear_f8(self.step.numerics, self._own(x, weight), weight, scale)
+    def _linear_f8(self, x: Tensor, weight: Tensor, **_: Any) -> Tensor:
+        return rows.linear_f8(self.step.numerics, self._own(x, weight), weight)
+
+    def _grouped_linear(self, x: Tensor, weight: Tensor, groups: int, **_: Any) -> Tensor:
+        return rows.grouped_linear(self.step.numerics, x, weight, groups)
+
+    def _shared_expert(self, x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, limit: float, **_: Any) -> Tensor:
+        return rows.shared_expert(self.step.numerics, x, w1, w2, w3, limit)
 
     def _linear(self, x: Tensor, weight: Tensor) -> Tensor:
         return rows.linear(self.step.numerics, self._own(x, weight), weight)

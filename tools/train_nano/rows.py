@@ -55,7 +55,7 @@ class Numerics:
         self._angles.clear()
 
 
-def linear_f8(numerics: Numerics, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+def linear_f8(numerics: Numerics, x: Tensor, weight: Tensor) -> Tensor:
     return functional.linear(numerics.activation(x, Format.Q8), numerics.weight(weight, Format.TILES))
 
 
@@ -67,7 +67,7 @@ def linear_f32(numerics: Numerics, x: Tensor, weight: Tensor) -> Tensor:
     return functional.linear(x.float(), numerics.weight(weight, Format.BF16, torch.float32))
 
 
-def grouped_linear(numerics: Numerics, x: Tensor, weight: Tensor, scale: Tensor, groups: int) -> Tensor:
+def grouped_linear(numerics: Numerics, x: Tensor, weight: Tensor, groups: int) -> Tensor:
     grouped = x.flatten(1).unflatten(1, (groups, -1)).transpose(0, 1)
     matrices = numerics.weight(weight, Format.TILES).unflatten(0, (groups, -1))
     return torch.bmm(grouped, matrices.transpose(1, 2)).transpose(0, 1).flatten(1)
@@ -90,9 +90,7 @@ def index_query(numerics: Numerics, x: Tensor, positions: Tensor, frequencies: T
     return numerics.activation(turned, Format.Q4MX)
 
 
-def shared_expert(
-    numerics: Numerics, x: Tensor, w1: Tensor, s1: Tensor, w2: Tensor, s2: Tensor, w3: Tensor, s3: Tensor, limit: float
-) -> Tensor:
+def shared_expert(numerics: Numerics, x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, limit: float) -> Tensor:
     x = numerics.activation(x, Format.Q8)
     gate = functional.linear(x, numerics.weight(w1, Format.TILES)).clamp_max(limit)
     up = functional.linear(x, numerics.weight(w3, Format.TILES)).clamp(-limit, limit)
