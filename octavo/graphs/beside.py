@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from octavo.passes.base import operator_of
+from octavo.passes.base import calls_operator, operator_of
 
 _BESIDE = {"shared_expert": "experts"}
 """Operators that are worth a second stream, and what stands between their call and its first reader then."""
@@ -54,17 +54,13 @@ class SideStream:
 def runs_beside(nodes: Sequence[Node]) -> dict[Node, Node | None]:
     """Of a segment's nodes the calls that run beside others, each with its first reader among them, if there is one."""
     order = {node: place for place, node in enumerate(nodes)}
-    calls: dict[str, list[int]] = {}
-    for node, place in order.items():
-        known = operator_of(node)
-        if known is not None:
-            calls.setdefault(known.name, []).append(place)
     found: dict[Node, Node | None] = {}
-    for name, other in _BESIDE.items():
-        for place in calls.get(name, ()):
-            end = min((order[reader] for reader in nodes[place].users if reader in order), default=len(nodes))
-            if any(place < between < end for between in calls.get(other, ())):
-                found[nodes[place]] = nodes[end] if end < len(nodes) else None
+    for place, node in enumerate(nodes):
+        known = operator_of(node)
+        if known is not None and known.name in _BESIDE:
+            end = min((order[reader] for reader in node.users if reader in order), default=len(nodes))
+            if any(calls_operator(between, _BESIDE[known.name]) for between in nodes[place + 1 : end]):
+                found[node] = nodes[end] if end < len(nodes) else None
     return found
 
 

@@ -6,6 +6,8 @@ router, ratio-2 compressor) is promoted by the operator (spec/model.md 2).
 
 from __future__ import annotations
 
+import abc
+
 import torch
 from torch import Tensor, nn
 
@@ -50,7 +52,7 @@ class TiledWeight(nn.Module):
         self.scale = parameter(*tiles, dtype=torch.uint8)
 
 
-class HeldInBF16(nn.Module):
+class HeldInBF16(nn.Module, abc.ABC):
     """A module whose F8 matrices may be held in BF16 too, one above another: exact, and converted once."""
 
     weight_bf16: Tensor | None
@@ -60,8 +62,9 @@ class HeldInBF16(nn.Module):
         super().__init__()
         self.register_buffer("weight_bf16", None, persistent=False)
 
+    @abc.abstractmethod
     def f8_weights(self) -> list[TiledWeight]:
-        raise NotImplementedError
+        """The matrices, all with as many inputs, in their order."""
 
     def hold_bf16(self) -> None:
         """Make room, to be filled when the weights are there."""

@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from octavo.kernels.linear import linear_f8
 from octavo.kernels.norm import rms_norm
+from octavo.kernels.operator import OPERATORS
 from octavo.kernels.rope import window_latent
 from octavo.model.plan import plan_layers
 from octavo.passes.base import LAYER, ROLE, VALUE, Compilation, GraphError, PassContext, operator_of
@@ -77,7 +78,7 @@ def test_weights_in_bf16_go_with_theirs() -> None:
     names = ("wq_a.weight", "wq_a.scale", "wkv.weight", "wkv.scale", "wq_a.weight_bf16", "wkv.weight_bf16")
     paths = [compilation.inputs[str(argument)].path for argument in found.args[1:]]
     assert paths == [f"layers.0.attn.{name}" for name in names]
-    assert [argument.name for argument in found.target._schema.arguments] == [  # type: ignore[union-attr]
+    assert [argument.name for argument in OPERATORS["linear_f8_pair"].overload._schema.arguments] == [
         *("x", "weight_a", "scale_a", "weight_b", "scale_b", "weight_a_bf16", "weight_b_bf16")
     ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import triton
@@ -82,16 +83,7 @@ def multiply_prepared(launch: Launch, x: Tensor, kind: str, weight: Tensor, scal
         outputs // groups,
         outputs,
         share,
-        INPUT=kind,
-        WHOLE=channels % (_BLOCK * launch.blocks) == 0,
-        WORDS_OF_SCALES=by_words,
-        ROWS=launch.rows,
-        OUTPUTS=launch.outputs,
-        BLOCKS=launch.blocks,
-        WARPS=launch.warps,
-        STAGES=_stages(launch, by_words),
-        num_warps=launch.warps,
-        launch_pdl=True,
+        **_cut(launch, kind, channels, by_words),
     )
     if splits > 1:
         size = result.numel()
@@ -124,16 +116,7 @@ def multiply_both(launch: Launch, x: Tensor, kind: str, w1: Tensor, s1: Tensor, 
         first_scales.shape[1],
         outputs,
         share,
-        INPUT=kind,
-        WHOLE=channels % (_BLOCK * launch.blocks) == 0,
-        WORDS_OF_SCALES=by_words,
-        ROWS=launch.rows,
-        OUTPUTS=launch.outputs,
-        BLOCKS=launch.blocks,
-        WARPS=launch.warps,
-        STAGES=_stages(launch, by_words),
-        num_warps=launch.warps,
-        launch_pdl=True,
+        **_cut(launch, kind, channels, by_words),
     )
     return parts
 
@@ -173,16 +156,7 @@ def multiply_pair_few(
         first,
         second,
         share,
-        INPUT=kind,
-        WHOLE=channels % (_BLOCK * launch.blocks) == 0,
-        WORDS_OF_SCALES=by_words,
-        ROWS=launch.rows,
-        OUTPUTS=launch.outputs,
-        BLOCKS=launch.blocks,
-        WARPS=launch.warps,
-        STAGES=_stages(launch, by_words),
-        num_warps=launch.warps,
-        launch_pdl=True,
+        **_cut(launch, kind, channels, by_words),
     )
     if splits > 1:
         sizes = [result.numel() for result in results]
@@ -249,9 +223,21 @@ def scale_words(scale: Tensor, channels: int) -> tuple[Tensor, bool]:
     return scale.contiguous().view(torch.int32) if by_words else scale.contiguous(), by_words
 
 
-def _stages(launch: Launch, by_words: bool) -> int:
-    """One less with scales that are read as bytes: each takes the shared memory of a word."""
-    return launch.stages if by_words else launch.stages - 1
+def _cut(launch: Launch, kind: str, channels: int, by_words: bool) -> dict[str, Any]:
+    """What all products are told of how they are cut."""
+    return {
+        "INPUT": kind,
+        "WHOLE": channels % (_BLOCK * launch.blocks) == 0,
+        "WORDS_OF_SCALES": by_words,
+        "ROWS": launch.rows,
+        "OUTPUTS": launch.outputs,
+        "BLOCKS": launch.blocks,
+        "WARPS": launch.warps,
+        # One less with scales that are read as bytes: each takes the shared memory of a word.
+        "STAGES": launch.stages if by_words else launch.stages - 1,
+        "num_warps": launch.warps,
+        "launch_pdl": True,
+    }
 
 
 def _tiles(launch: Launch, rows: int, outputs: int, channels: int) -> tuple[int, int, int]:
