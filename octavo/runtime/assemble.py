@@ -120,7 +120,7 @@ def plan(config: EngineConfig, rank: int = 0) -> Plan:
     if config.expert_placement == "sharded":
         experts = _share(experts, rank, config.ranks)
     numerics = choose_numerics(config.numerics, device)
-    bf16 = choose_bf16_weights(config.bf16_weights, numerics)
+    bf16 = choose_bf16_weights(config.bf16_weights, numerics, device)
     model = empty_model(model_config, torch.device("meta"), experts, bf16)
     weight_bytes = resident_bytes(model)
     engram, tables = choose_engram_memory(config, device), table_bytes(text)
@@ -159,7 +159,7 @@ def assemble(config: EngineConfig, progress: Progress | None = None, rank: int =
     check_planned(planned.needed_bytes, planned)
     tokenizer = tokenizer_of(config, model_config)
     classes = token_map(tokenizer.backend, model_config.text_config)
-    bf16 = choose_bf16_weights(config.bf16_weights, planned.numerics)
+    bf16 = choose_bf16_weights(config.bf16_weights, planned.numerics, device)
     model = empty_model(model_config, device, experts, bf16)
     loaded = functools.partial(progress, "weights") if progress is not None else None
     if checkpoint is not None:
@@ -267,14 +267,14 @@ def choose_overlap(config: EngineConfig, device: torch.device) -> bool:
     return config.overlap == "on" or (config.overlap == "auto" and config.ranks == 1 and device.type == "cuda")
 
 
-def choose_bf16_weights(name: Literal["on", "off"], numerics: Numerics) -> bool:
+def choose_bf16_weights(name: Literal["auto", "on", "off"], numerics: Numerics, device: torch.device) -> bool:
     """Whether F8 weights are held in BF16 too. Raises :class:`UsageError` where nothing would read them."""
     if name == "on" and numerics != "fast":
         raise UsageError(
             f"--bf16-weights on with {numerics} numerics, which multiply in wider types: nothing would read them. Use "
             "--numerics fast, or leave the option out."
         )
-    return name == "on"
+    return name == "on" or (name == "auto" and numerics == "fast" and device.type == "cuda")
 
 
 def activation_dtype(numerics: Numerics) -> torch.dtype:

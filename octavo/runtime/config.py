@@ -50,10 +50,11 @@ class EngineConfig:
         "weights.",
         "auto",
     )
-    bf16_weights: Literal["on", "off"] = option(
-        "Hold the dense F8 weights (all but routed experts) in BF16 too, for fast numerics alone: steps of many rows "
-        "multiply by those, and convert none at every use. Takes twice the bytes of the F8 ones on every rank.",
-        "off",
+    bf16_weights: Literal["auto", "on", "off"] = option(
+        "Hold the dense F8 weights (all but routed experts) in BF16 too: steps of many rows multiply by those, and "
+        "convert none at every use. Takes twice the bytes of the F8 ones on every rank. auto: on for fast numerics on "
+        "CUDA.",
+        "auto",
     )
     ranks: int = option("Processes that share every step: rows and experts are dealt over them.", 1)
     expert_placement: Literal["sharded", "replicated"] = option(

@@ -276,21 +276,28 @@ def drawn(outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
     return codes.to(torch.float8_e4m3fn), scale.to(torch.uint8)
 
 
-def test_weights_held_in_bf16_change_no_bit() -> None:
-    """Few rows do not read them, many multiply by them instead of making them."""
+def test_weights_held_in_bf16_change_no_bit_but_the_order_of_sums() -> None:
+    """Few rows do not read them, many multiply by them instead of making them. Rows between change from the one way to
+    the other, but for a pair."""
     (w1, s1), (w2, s2), (w3, s3) = drawn(2304, 5120), drawn(5120, 2304), drawn(2304, 5120)
-    grouped, other = drawn(8192, 4096), drawn(512, 5120)
-    wide = [bf16_tiles(*pair) for pair in ((w1, s1), (w2, s2), (w3, s3), grouped, other)]
+    grouped, other, query = drawn(8192, 4096), drawn(512, 5120), drawn(32768, 1280)
+    wide = [bf16_tiles(*pair) for pair in ((w1, s1), (w2, s2), (w3, s3), grouped, other, query)]
     both = torch.cat([wide[0], wide[2]])
-    for rows in (1, 100, 300, 700):
+    for rows in (1, 64, 65, 100, 200, 300, 700):
         x, heads = normal(rows, 5120).to(torch.bfloat16), normal(rows, 64, 512).to(torch.bfloat16)
         for operator, given, held in (
             (kernels.linear_f8, (x, w1, s1), (wide[0],)),
+            (kernels.linear_f8, (x[:, :1280].contiguous(), *query), (wide[5],)),
             (kernels.linear_f8_pair, (x, w1, s1, *other), (wide[0], wide[4])),
             (kernels.grouped_linear, (heads, *grouped, 8), (wide[3],)),
             (kernels.shared_expert, (x, w1, s1, w2, s2, w3, s3, 10.0), (both, wide[1])),
         ):
             call: Any = operator.backends["triton"].overload
             plain, found = call(*given), call(*given, *held)
-            pairs = zip(plain, found, strict=True) if isinstance(plain, tuple) else [(plain, found)]
-            assert all(torch.equal(one, another) for one, another in pairs), f"{operator.name}, {rows} rows"
+            pairs = list(zip(plain, found, strict=True)) if isinstance(plain, tuple) else [(plain, found)]
+            case = f"{operator.name}, {rows} rows"
+            if operator is kernels.linear_f8_pair or not 64 < rows <= 256:
+                assert all(torch.equal(one, another) for one, another in pairs), case
+            else:
+                one, another = (Outcome(results, {}) for results in zip(*pairs, strict=True))
+                assert_near(operator.name, another, one, case)

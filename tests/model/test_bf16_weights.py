@@ -76,7 +76,10 @@ def test_answers_are_the_same() -> None:
     assert found["on"] == found["off"]
 
 
-def test_what_is_refused() -> None:
-    assert choose_bf16_weights("on", "fast") and not choose_bf16_weights(EngineConfig().bf16_weights, "fast")
+def test_the_default_and_what_is_refused() -> None:
+    cuda = torch.device("cuda")
+    assert choose_bf16_weights("auto", "fast", cuda)
+    assert not choose_bf16_weights("auto", "fast", CPU) and not choose_bf16_weights("auto", "reference", cuda)
+    assert choose_bf16_weights("on", "fast", CPU) and not choose_bf16_weights("off", "fast", cuda)
     with pytest.raises(UsageError, match=r"--bf16-weights on with reference numerics.*nothing would read them"):
         plan(EngineConfig(device="cpu", bf16_weights="on"))

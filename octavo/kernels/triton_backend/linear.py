@@ -59,7 +59,7 @@ def linear_f8_triton(x: Tensor, weight: Tensor, scale: Tensor, weight_bf16: Tens
     rows, outputs = x.shape[0], weight.shape[0]
     if rows == 0:
         return x.new_empty(0, outputs)
-    launch = choose_launch(rows, outputs)
+    launch = choose_launch(rows, outputs, weight_bf16 is not None)
     if launch is None:
         rounded = prepared_rows(x, quantised=True, fragments=False)
         return torch.mm(rounded, bf16_weight(weight, scale, weight_bf16).t())
@@ -78,7 +78,9 @@ def linear_f8_pair_triton(
     weight_a_bf16: Tensor | None = None,
     weight_b_bf16: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As ``linear_f8`` by this backend, twice: to the bit where the library multiplies, or inputs are split alike.
+    """As ``linear_f8`` by this backend, twice: to the bit where the library multiplies both, or inputs are split alike.
+
+    To 128 rows both weights are read in F8 in one product, held in BF16 or not: two of the library take longer.
 
     The library gets the rows rounded once and multiplies by one matrix after the other: one product of both would leave
     results whose rows are not contiguous, and each would have to be copied. Whether that would pay was not measured.
@@ -109,7 +111,7 @@ def grouped_linear_triton(
     rows, outputs = x.shape[0], weight.shape[0]
     if rows == 0:
         return x.new_empty(0, outputs)
-    launch = choose_launch(rows, outputs)
+    launch = choose_launch(rows, outputs, weight_bf16 is not None)
     if launch is not None:
         return multiply_few(launch, x.flatten(1).contiguous(), weight, scale, groups=groups, quantised=False)
     result = x.new_empty(rows, groups, outputs // groups)

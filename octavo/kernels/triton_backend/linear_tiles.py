@@ -2,7 +2,8 @@
 
 Few rows are a matter of memory: a weight is read once, enough programs must be resident at once for all of a device's
 memory to be busy, and matrices with few outputs are split over their inputs for that. Many rows are a matter of tensor
-cores: there the library multiplies, with weights in BF16 that are made for one product.
+cores: there the library multiplies, with weights in BF16 that are held, or made for one product. Where they are held it
+multiplies sooner.
 """
 
 from __future__ import annotations
@@ -53,18 +54,20 @@ FOR_TWO: Table = (
 """Two matrices on the same rows."""
 _NARROW = 16384
 """Outputs up to which a matrix has too few tiles to fill the device."""
+_BESIDE_HELD = 64
+"""Rows up to which F8 weights are read although they are held in BF16 too: half the bytes are the shorter way."""
 _LEAST_BLOCKS = 2
 """Of 128 inputs that a program gets: with fewer, its start costs more than its share of the sum."""
 
 
-def choose_launch(rows: int, outputs: int) -> Launch | None:
-    """For one matrix; None where the library multiplies."""
-    return _launch(FOR_NARROW if outputs <= _NARROW else FOR_WIDE, rows)
+def choose_launch(rows: int, outputs: int, held: bool = False) -> Launch | None:
+    """For one matrix, which may be ``held`` in BF16 too; None where the library multiplies."""
+    return _launch(FOR_NARROW if outputs <= _NARROW else FOR_WIDE, rows, held)
 
 
-def choose_launch_of_two(rows: int) -> Launch | None:
-    """For two matrices; None where the library multiplies."""
-    return _launch(FOR_TWO, rows)
+def choose_launch_of_two(rows: int, held: bool = False) -> Launch | None:
+    """The same for two matrices."""
+    return _launch(FOR_TWO, rows, held)
 
 
 def choose_share(launch: Launch, tiles: int, blocks: int, multiprocessors: int) -> int:
@@ -75,5 +78,7 @@ def choose_share(launch: Launch, tiles: int, blocks: int, multiprocessors: int) 
     return min(-(-share // launch.blocks), -(-blocks // launch.blocks)) * launch.blocks
 
 
-def _launch(table: Table, rows: int) -> Launch | None:
+def _launch(table: Table, rows: int, held: bool) -> Launch | None:
+    if held and rows > _BESIDE_HELD:
+        return None
     return next((launch for most, launch in table if rows <= most), None)

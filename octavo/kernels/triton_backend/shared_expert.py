@@ -65,7 +65,7 @@ def shared_expert_triton(
     rows, inner = x.shape[0], w1.shape[0]
     if rows == 0:
         return x.new_empty(x.shape)
-    both, down = choose_launch_of_two(rows), choose_launch(rows, x.shape[1])
+    both, down = choose_launch_of_two(rows, both_bf16 is not None), choose_launch(rows, x.shape[1], w2_bf16 is not None)
     if both is None or down is None:
         if both_bf16 is None:
             both_bf16 = x.new_empty(2 * inner, x.shape[1])
