@@ -41,7 +41,7 @@ def main(long_form: bool) -> None:
             vars(linear).update(choose_launch=lambda *shape, launch=launch: launch)
             vars(shared_expert).update(
                 choose_launch=lambda *shape, launch=launch: launch,
-                choose_launch_of_two=lambda rows, launch=launch: launch,
+                choose_launch_of_two=lambda *shape, launch=launch: launch,
             )
             # Pairs once unsplit with rows as they are, and once split with prepared ones.
             paired = (size, launch) in ((MINI, _SMALL), (ODD, _LARGE)) or long_form
