@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
@@ -20,13 +22,17 @@ from tests.kernels.torch_calls import on_device
 
 if torch.cuda.is_available():  # elsewhere these tests are skipped, and the backend is not to be registered
     from octavo.kernels.triton_backend import experts as steps
-    from octavo.kernels.triton_backend.expert_tiles import TILES
+    from octavo.kernels.triton_backend.expert_tiles import NARROW, TILES, Narrow, Tile
     from tests.kernels.interpreted_experts import check_order, in_channel_order
 
 CASES_OF_EXPERTS = [case for case in CASES if case.operator is kernels.experts]
 every_case = pytest.mark.parametrize("case", CASES_OF_EXPERTS, ids=lambda case: case.name)
-every_size = pytest.mark.parametrize("size", (MINI, WIDE), ids=lambda size: size.name)
+ODD = dataclasses.replace(WIDE, name="odd", hidden=384, inner=128)
+EVEN = dataclasses.replace(WIDE, name="even", hidden=512, inner=256)
+"""Widths of whole blocks of 128, which narrow tiles take; odd numbers of them, and even ones."""
+every_size = pytest.mark.parametrize("size", (MINI, WIDE, ODD, EVEN), ids=lambda size: size.name)
 every_tile = pytest.mark.parametrize("tile_rows", (16, 32, 64, 128))
+every_narrow_tile = pytest.mark.parametrize("number", range(4))
 
 
 def test_rounding_is_the_references_to_the_bit() -> None:
@@ -86,8 +92,16 @@ def test_few_rows_are_rounded_and_scored_at_once(hidden: int, experts: int) -> N
 @every_tile
 def test_the_order_holds_every_pair_once(tile_rows: int) -> None:
     tile = TILES[tile_rows]
+    order_is_right(tile, TILES[tile.rows // 4] if tile.rows >= 64 else None)
+
+
+@every_narrow_tile
+def test_the_order_of_narrow_tiles_too(number: int) -> None:
+    order_is_right(NARROW[number][1], None)
+
+
+def order_is_right(tile: Narrow | Tile, tail: Tile | None) -> None:
     random = torch.Generator("cuda").manual_seed(2)
-    tail = TILES[tile.rows // 4] if tile.rows >= 64 else None
     for rows, resident in ((1, 1), (1, 384), (77, 3), (1000, 48), (5000, 7)):
         chosen = torch.randint(-1, resident, (rows, 6), device="cuda", generator=random, dtype=torch.int32)
         counts = torch.stack([(chosen == e).sum() for e in range(resident)]).int()
@@ -113,17 +127,40 @@ def test_every_tile_is_near_the_reference_of_the_host(tile_rows: int, size: Size
     case = next(case for case in CASES_OF_EXPERTS if case.name == "experts_all")
     for tail in [None, *(small for small in TILES.values() if small.rows < tile.rows)]:
         host = case.arguments(random_batch(300, seed=8), size, torch.bfloat16)
-        given = on_device(host, "cuda")
-        rounded, counts = steps.round_inputs(given["x"], size.experts)
-        routing = given["live"], given["image"], given["bias"], given["bias_vl"]
-        logits = f32_product(given["x"], given["gate"])
-        chosen, weights = steps.choose(logits, *routing, counts, 0, size.chosen, 1.5)
-        work = steps.place(chosen, counts, tile, tail)
-        matrices = given["w1"], given["s1"], given["w3"], given["s3"]
-        hidden = steps.multiply_gate_and_up(rounded, weights, work, *matrices, given["limit"])
-        actual = steps.sum_results(chosen, steps.multiply_down(hidden, work, given["w2"], given["s2"])).cpu()
+        actual = in_tiles(on_device(host, "cuda"), size.experts, tile, tail).cpu()
         what = f"tails of {tail.rows if tail else 0}"
         assert_near("experts", Outcome((actual,), {}), call(case.operator, host), what)
+
+
+@every_narrow_tile
+@pytest.mark.parametrize("size", (ODD, EVEN), ids=lambda size: size.name)
+def test_every_narrow_tile_is_near_the_reference_of_the_host(number: int, size: Size) -> None:
+    case = next(case for case in CASES_OF_EXPERTS if case.name == "experts_all")
+    for rows in (1, 50, 300):
+        host = case.arguments(random_batch(rows, seed=8), size, torch.bfloat16)
+        actual = in_tiles(on_device(host, "cuda"), size.experts, NARROW[number][1], None).cpu()
+        assert_near("experts", Outcome((actual,), {}), call(case.operator, host), f"{rows} rows")
+
+
+@every_narrow_tile
+def test_narrow_tiles_have_the_bits_of_others_at_true_shapes(number: int) -> None:
+    """Products are summed in the same order, sixteen inputs at a time."""
+    for rows in (3, 70, 700):
+        given = true_shapes(rows, resident=48)
+        narrow = in_tiles(given, 48, NARROW[number][1], None)
+        assert same_bits(narrow, in_tiles(given, 48, TILES[16], None)), f"{rows} rows"
+
+
+def in_tiles(given: Arguments, resident: int, tile: Narrow | Tile, tail: Tile | None) -> Tensor:
+    """The operator with other tiles than the table would choose."""
+    rounded, counts = steps.round_inputs(given["x"], resident)
+    routing = given["live"], given["image"], given["bias"], given["bias_vl"]
+    logits = f32_product(given["x"], given["gate"])
+    chosen, weights = steps.choose(logits, *routing, counts, 0, given["top_k"], 1.5)
+    work = steps.place(chosen, counts, tile, tail)
+    matrices = given["w1"], given["s1"], given["w3"], given["s3"]
+    hidden = steps.multiply_gate_and_up(rounded, weights, work, *matrices, given["limit"])
+    return steps.sum_results(chosen, steps.multiply_down(hidden, work, given["w2"], given["s2"]))
 
 
 @pytest.mark.parametrize("rows", (1, 2, 4, 7, 16, 32, 128, 130, 512, 1024, 2048, 4096, 8192))

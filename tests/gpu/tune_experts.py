@@ -12,7 +12,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from octavo.kernels.torch_backend.f32_product import f32_product
 from octavo.kernels.triton_backend import experts as steps
-from octavo.kernels.triton_backend.expert_tiles import TILES, Launch, Tile, choose_tiles
+from octavo.kernels.triton_backend.expert_tiles import TILES, Launch, Narrow, Tile, choose_tiles
 from tests.gpu.test_triton_experts import true_shapes
 from tests.kernels.cases import Arguments
 from tests.kernels.compiled_launches import launches_compiled
@@ -32,11 +32,14 @@ WEIGHTS = 3
 """Sets of weights in turn, 0.9 GB each: none waits in a cache."""
 
 
-def candidates(rows: int) -> list[Tile]:
+def candidates(rows: int) -> list[Narrow | Tile]:
     """Tiles of about the height of the table's, both products cut in the same way; some will not fit."""
-    table, _ = choose_tiles(rows, 6, 384)
+    chosen, _ = choose_tiles(rows, 6, 384, whole=True)
+    if isinstance(chosen, Narrow):
+        return list(dict.fromkeys([chosen, *_narrow_candidates(chosen.rows)]))
+    table, _ = choose_tiles(rows, 6, 384, whole=False)
     heights = {16: (16, 32), 32: (16, 32, 64), 64: (32, 64), 128: (64, 128)}[table.rows]
-    found = [TILES[height] for height in heights]
+    found: list[Narrow | Tile] = [TILES[height] for height in heights]
     for height in heights:
         launches = (
             [Launch(warps=8, blocks=2, stages=s, programs=2, registers=128) for s in (2, 3)]
@@ -52,11 +55,28 @@ def candidates(rows: int) -> list[Tile]:
     return list(dict.fromkeys(found))
 
 
-def tails(tile: Tile) -> list[Tile | None]:
-    return [None, *(TILES[rows] for rows in (16, 32) if tile.rows >= 64)]
+def _narrow_candidates(height: int) -> Iterator[Narrow]:
+    """As many programs at once as shared memory has room for."""
+    for rows in {8: (8, 16), 16: (8, 16, 32), 32: (16, 32)}[height]:
+        for outputs, warps in ((32, 2), (64, 2), (64, 4), (128, 4), (128, 8)):
+            for stages in (2, 3, 4, 6):
+                bytes_held = stages * (outputs * 136 + rows * 512)
+                for registers in (None, 80):
+                    yield Narrow(
+                        rows=rows,
+                        outputs=outputs,
+                        warps=warps,
+                        stages=stages,
+                        programs=min(228 * 1024 // (bytes_held + 1024), 65536 // (warps * 32 * (registers or 128))),
+                        registers=registers,
+                    )
 
 
-def compile_one(rows: int, tile: Tile) -> str:
+def tails(tile: Narrow | Tile) -> list[Tile | None]:
+    return [None, *(TILES[rows] for rows in (16, 32) if isinstance(tile, Tile) and tile.rows >= 64)]
+
+
+def compile_one(rows: int, tile: Narrow | Tile) -> str:
     """In a process without the device; what it compiles stays in Triton's cache."""
     given = {"w1": (2304, 2560), "s1": (2304, 160), "w3": (2304, 2560), "s3": (2304, 160)}
     matrices = {name: torch.empty(RESIDENT, *shape, dtype=torch.uint8) for name, shape in given.items()}
@@ -99,10 +119,10 @@ def tune(rows: int) -> None:
     chosen, weights = steps.choose(f32_product(given["x"], given["gate"]), *routing, counts, 0, 6, 1.5)
     pairs = int((chosen >= 0).sum())
     bytes_read = int((counts > 0).sum()) * 2304 * 5120 * (0.5 + 1 / 32)
-    chosen_tile, chosen_tail = choose_tiles(rows, 6, 384)
+    chosen_tile, chosen_tail = choose_tiles(rows, 6, 384, whole=True)
     print(f"{rows} rows, {pairs} pairs here, {int(counts.max())} of one expert at most")
     for product, matrices in (("gate_and_up", 2), ("down", 1)):
-        times: list[tuple[float, Tile, Tile | None]] = []
+        times: list[tuple[float, Narrow | Tile, Tile | None]] = []
         for tile, tail in _different(product, rows):
             work = steps.place(chosen, counts, tile, tail)
             hidden = rounded.new_zeros(rows * 6, 2304)
@@ -122,7 +142,7 @@ def tune(rows: int) -> None:
                 )
 
 
-def _different(product: str, rows: int) -> list[tuple[Tile, Tile | None]]:
+def _different(product: str, rows: int) -> list[tuple[Narrow | Tile, Tile | None]]:
     """Candidates that differ in this product."""
     pairs = [(tile, tail) for tile in candidates(rows) for tail in tails(tile)]
     return list({_name(product, tile, tail): (tile, tail) for tile, tail in pairs}.values())
@@ -155,7 +175,12 @@ def timed(call: Callable[[int], object]) -> float:
     return statistics.median(milliseconds) / 1e3
 
 
-def _name(product: str, tile: Tile, tail: Tile | None) -> str:
+def _name(product: str, tile: Narrow | Tile, tail: Tile | None) -> str:
+    if isinstance(tile, Narrow):
+        return (
+            f"narrow, {tile.rows} rows outputs {tile.outputs} warps {tile.warps} stages {tile.stages} "
+            f"programs {tile.programs} registers {tile.registers}"
+        )
     launch = tile.down if product == "down" else tile.gate_and_up
     outputs = f" outputs {tile.outputs}" if product == "down" else ""
     return (

@@ -12,6 +12,7 @@ import types
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton.language as tl
 from torch import Tensor
 
@@ -19,8 +20,14 @@ from octavo.kernels.experts import choose_experts
 from octavo.kernels.experts import experts as reference
 from octavo.kernels.numerics import blocked_matmul
 from octavo.kernels.quantise import round_q8
-from octavo.kernels.triton_backend import expert_few, expert_few_kernels, expert_products, expert_routing, experts
-from octavo.kernels.triton_backend.expert_tiles import Launch, Tile, choose_few
+from octavo.kernels.triton_backend import (
+    expert_few,
+    expert_few_kernels,
+    expert_products,
+    expert_routing,
+    experts,
+)
+from octavo.kernels.triton_backend.expert_tiles import Launch, Narrow, Tile, choose_few
 from tests.kernels.batches import Batch, Request, random_batch
 from tests.kernels.cases import CASES, Arguments
 from tests.kernels.draw import MINI, WIDE, Size
@@ -51,11 +58,11 @@ def main(long_form: bool) -> None:
     for size, name, batch in (
         (MINI, "experts_all", random_batch(1, seed=1)),
         (MINI, "experts_of_one_rank", random_batch(4, seed=4)),
-        (MINI, "experts_of_one_rank", random_batch(7, seed=5)),
         (MINI, "experts_all", Batch((), dead=4)),
-        *((WIDE, "experts_all", random_batch(rows, seed=7)) for rows in ((1, 3, 8, 13, 16) if long_form else ())),
+        *((WIDE, "experts_all", random_batch(rows, seed=7)) for rows in ((1, 3, 4) if long_form else ())),
     ):
         print(f"{size.name} {name}, {batch.rows} rows, few: {compare_few(size, name, batch):.1e}", flush=True)
+    check_gated(7, 384)
     check_ties(Batch((Request(0, 0, 5),)))
 
 
@@ -89,10 +96,28 @@ def compare_few(size: Size, name: str, batch: Batch) -> float:
     assert form is not None
     matrices = given["w1"], given["s1"], given["w3"], given["s3"]
     hidden = expert_few.multiply_gate_and_up_few(form, rounded, chosen, weights, *matrices, given["limit"])
-    if form.by_rows:
-        return error_of(expert_few.multiply_down_and_sum(form, hidden, chosen, given["w2"], given["s2"]), given)
-    results = expert_few.multiply_down_few(form, hidden, chosen, given["w2"], given["s2"])
-    return error_of(experts.sum_results(chosen, results), given)
+    return error_of(expert_few.multiply_down_and_sum(form, hidden, chosen, given["w2"], given["s2"]), given)
+
+
+def check_gated(pairs: int, channels: int) -> None:
+    """``gate_pairs`` on what the products of a narrow tile would have written, to the bit; no row beyond the last pair
+    is touched."""
+    random = torch.Generator().manual_seed(pairs)
+    parts = torch.randn(pairs + 3, 2, channels, generator=random).bfloat16() * 8
+    weights = torch.rand(pairs + 3, 1, generator=random)
+    order = torch.randperm(pairs + 3, generator=random).int()
+    tiles = torch.tensor([[0, 0, pairs // 2], [1, pairs // 2, pairs]], dtype=torch.int32)
+    hidden = torch.full((pairs + 3, channels), torch.nan, dtype=torch.bfloat16)
+    count = torch.tensor([2], dtype=torch.int32)
+    for_launch = expert_products.gate_pairs[(3, -(-channels // 256))]
+    for_launch(parts, weights, order, tiles, count, hidden, 10.0, channels=channels, COLUMNS=256)
+    gate, up = parts[:pairs].float().unbind(1)
+    product = weights[order[:pairs].long()] * (F.silu(gate.clamp(max=10.0)) * up.clamp(-10.0, 10.0))
+    expected = round_q8(product.bfloat16()).float() * 2.0**64
+    found = in_channel_order(hidden[:pairs].float())
+    apart = (found - expected).abs() > 2.0**-3 * expected.abs()  # silu may differ by a bit, and a code move by a step
+    assert apart.double().mean() < 1e-3 and hidden[pairs:].isnan().all()
+    print(f"gates of {pairs} pairs, {channels} channels", flush=True)
 
 
 def draw_and_route(size: Size, name: str, batch: Batch) -> tuple[Arguments, Tensor, Tensor]:
@@ -141,7 +166,7 @@ def error_of(result: Tensor, given: Arguments) -> float:
     return float(relative.max())
 
 
-def check_order(work: experts.Work, local: Tensor, tile: Tile, tail: Tile | None) -> None:
+def check_order(work: experts.Work, local: Tensor, tile: Narrow | Tile, tail: Tile | None) -> None:
     """Every resident pair stands once in the tiles of its expert, in order of their numbers, and tiles are full."""
     seen: dict[int, list[int]] = {}
     for part, table, count in work.parts:
@@ -185,7 +210,7 @@ def replace_what_the_interpreter_lacks() -> None:
         (expert_routing, expert_products, expert_few_kernels),
         {
             experts: ("route", "score_rows", "sum_pairs"),
-            expert_few: ("gate_and_up_few", "down_few", "down_and_sum"),
+            expert_few: ("gate_and_up_few", "down_and_sum"),
         },
     )
     pretend_to_have_processors(3)

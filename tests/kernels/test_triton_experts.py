@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the p
 if find_spec("triton") is not None:
     from octavo.kernels.triton_backend import expert_products
     from octavo.kernels.triton_backend.expert_few_kernels import COLUMNS
-    from octavo.kernels.triton_backend.expert_tiles import FEW_ROWS, PLACES, TILES, choose_few, choose_tiles
+    from octavo.kernels.triton_backend.expert_tiles import FEW_ROWS, NARROW, TILES, choose_few, choose_tiles
 
 
 @pytest.mark.timeout(300)
@@ -43,7 +43,7 @@ def test_every_code_is_exact_at_every_scale_from_59_to_192(report_count: ReportC
     words = words.repeat(256, 1) ^ 0x5A5A5A5A
     scales = torch.arange(256).unsqueeze(1)
     factors = ((scales + 62).clamp_max(255) << 7) * 0x00010001
-    parts = carried_out(expert_products._DECODE.value, r4=words, r5=factors.expand_as(words))
+    parts = carried_out(expert_products.DECODE.value, r4=words, r5=factors.expand_as(words))
     found = torch.empty(256, 128, 8)
     for n in range(4):
         found[..., n], found[..., n + 4] = bf16_values(parts[f"r{n}"] & 0xFFFF), bf16_values(parts[f"r{n}"] >> 16)
@@ -59,22 +59,23 @@ def test_every_code_is_exact_at_every_scale_from_59_to_192(report_count: ReportC
 
 def test_tiles_follow_the_rows_of_an_expert() -> None:
     """Few rows: one small tile an expert; many: large ones, and small ones for what is left."""
-    cuts = [choose_tiles(rows, 6, 384) for rows in (1, 128, 512, 1024, 2048, 4096, 8192, 16384)]
-    assert [(tile.rows, tail.rows if tail else 0) for tile, tail in cuts] == [
-        *((16, 0), (16, 0), (16, 0), (32, 0), (64, 0), (64, 32), (128, 32), (128, 32)),
-    ]
-    assert all(tail is None or tail.rows < tile.rows for tile, tail in cuts)
+    steps = (1, 128, 512, 1024, 2048, 4096, 8192, 16384)
+    for whole, expected in (
+        (True, ((8, 0), (8, 0), (16, 0), (16, 0), (32, 0), (64, 32), (128, 32), (128, 32))),
+        (False, ((16, 0), (16, 0), (16, 0), (32, 0), (64, 0), (64, 32), (128, 32), (128, 32))),
+    ):
+        cuts = [choose_tiles(rows, 6, 384, whole) for rows in steps]
+        assert tuple((tile.rows, tail.rows if tail else 0) for tile, tail in cuts) == expected
+        assert all(tail is None or tail.rows < tile.rows for tile, tail in cuts)
     assert all(tile.rows == rows for rows, tile in TILES.items())
-    assert [choose_tiles(rows, 6, 384)[0].outputs for rows in (17, 128, 129, 512)] == [128, 128, 256, 256]
+    assert [most for most, _ in NARROW] == sorted(most for most, _ in NARROW)
 
 
 def test_few_rows_fit_the_columns_of_their_tiles() -> None:
-    """The fewer rows, the more parts; and who rounds its result has the channels of a whole scale."""
+    """The fewer rows, the more parts."""
     assert [form.rows for form in FEW_ROWS] == sorted(form.rows for form in FEW_ROWS)
     for form in FEW_ROWS:
         assert form.rows * form.gate_and_up <= COLUMNS.value
-        assert form.by_rows or form.rows * form.down <= COLUMNS.value
-        assert form.by_rows or PLACES // form.gate_and_up % 32 == 0
         assert choose_few(form.rows) is form
     assert choose_few(FEW_ROWS[-1].rows + 1) is None
 

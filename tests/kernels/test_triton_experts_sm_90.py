@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from importlib.util import find_spec
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,16 @@ from torch import Tensor
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton")
 if find_spec("triton") is not None:
     from octavo.kernels.triton_backend import expert_tiles, experts
-    from octavo.kernels.triton_backend.expert_tiles import FEW_ROWS, MOST_SCORED, TILES, choose_few, choose_tiles
+    from octavo.kernels.triton_backend.expert_tiles import (
+        FEW_ROWS,
+        MOST_SCORED,
+        NARROW,
+        TILES,
+        Narrow,
+        Tile,
+        choose_few,
+        choose_tiles,
+    )
     from tests.kernels.compiled_launches import (
         MULTIPROCESSORS,
         REGISTERS,
@@ -27,9 +37,11 @@ if find_spec("triton") is not None:
 
 SPILLED_BYTES = 96
 """A few numbers may wait in memory while a tile is computed: once a tile, not in the loop."""
-ROWS = (64, 512, 1024, 2048, 8192)
-"""Steps that use every tile, the smallest in both ways."""
-FEW = (1, 4, 8, 16)
+ROWS = {64: False, 1024: False, 3072: True, 4096: True, 8192: True}
+"""Steps that use every tile; the smaller ones only if widths are taken for no whole blocks."""
+NARROW_ROWS = (8, 64, 512, 2048)
+"""Steps in every narrow tile."""
+FEW = (1, 4)
 """Steps of few rows, in every way that the table has."""
 
 
@@ -68,7 +80,17 @@ def compiled(**arguments: Any) -> list[Launched]:
 @pytest.fixture(scope="module")
 def at_true_shapes() -> dict[int, list[Launched]]:
     """By rows of the step; 48 of 384 experts, as on one of eight GPUs."""
-    return {rows: compiled(**shapes(rows, 384, range(48), 5120, 2304, 6)) for rows in ROWS}
+    found = {}
+    for rows, whole in ROWS.items():
+        chosen = choose_tiles(rows, 6, 384, whole)
+        with mock.patch.object(experts, "choose_tiles", lambda *step, chosen=chosen: chosen):
+            found[rows] = compiled(**shapes(rows, 384, range(48), 5120, 2304, 6))
+    return found
+
+
+@pytest.fixture(scope="module")
+def narrow_at_true_shapes() -> dict[int, list[Launched]]:
+    return {rows: compiled(**shapes(rows, 384, range(48), 5120, 2304, 6)) for rows in NARROW_ROWS}
 
 
 @pytest.fixture(scope="module")
@@ -76,11 +98,29 @@ def few_at_true_shapes() -> dict[int, list[Launched]]:
     return {rows: compiled(**shapes(rows, 384, range(48), 5120, 2304, 6)) for rows in FEW}
 
 
+def tiles_of(rows: int) -> list[Tile]:
+    found = choose_tiles(rows, 6, 384, ROWS[rows])
+    return [tile for tile in found if isinstance(tile, Tile)]
+
+
+def narrow_of(rows: int) -> Narrow:
+    tile, tail = choose_tiles(rows, 6, 384, whole=True)
+    assert isinstance(tile, Narrow) and tail is None
+    return tile
+
+
+def fits_at_once(one: Launched, programs: int, what: str) -> None:
+    """So many of its programs on a multiprocessor, and no more are launched than fill the device."""
+    assert programs * (one.shared_bytes + 1024) <= SHARED_BYTES + 1024, what
+    assert programs * one.threads * -(-one.registers // 8) * 8 <= REGISTERS, what
+    assert one.programs[0] <= programs * MULTIPROCESSORS, what
+
+
 def test_the_steps_above_use_every_tile() -> None:
-    used = [choose_tiles(rows, 6, 384) for rows in ROWS]
-    assert {tile.rows for pair in used for tile in pair if tile is not None} == set(TILES)
+    assert {tile.rows for rows in ROWS for tile in tiles_of(rows)} == set(TILES)
+    assert [narrow_of(rows) for rows in NARROW_ROWS] == [tile for _, tile in NARROW]
     assert [choose_few(rows) for rows in FEW] == list(FEW_ROWS)
-    assert all(choose_few(rows) is None for rows in ROWS)
+    assert all(choose_few(rows) is None for rows in (*ROWS, *NARROW_ROWS))
 
 
 @pytest.mark.timeout(300)
@@ -88,7 +128,7 @@ def test_everything_fits(at_true_shapes: dict[int, list[Launched]]) -> None:
     for rows, launched in at_true_shapes.items():
         check_that_it_fits(launched, SPILLED_BYTES)
         names = [one.kernel for one in launched]
-        parts = 1 if choose_tiles(rows, 6, 384)[1] is None else 2
+        parts = len(tiles_of(rows))
         assert names == [
             *("score_rows" if rows <= MOST_SCORED else "round_rows", "route", "place_pairs"),
             *["gate_and_up"] * parts,
@@ -97,27 +137,49 @@ def test_everything_fits(at_true_shapes: dict[int, list[Launched]]) -> None:
         ]
 
 
-def test_few_rows_are_four_or_five_launches_that_fit(few_at_true_shapes: dict[int, list[Launched]]) -> None:
+def test_few_rows_are_four_launches_that_fit(few_at_true_shapes: dict[int, list[Launched]]) -> None:
     for rows, launched in few_at_true_shapes.items():
         check_that_it_fits(launched)
-        ends = ["down_and_sum"] if rows <= 4 else ["down_few", "sum_pairs"]
-        assert [one.kernel for one in launched] == ["score_rows", "route", "gate_and_up_few", *ends]
-        for one in launched[2:4]:
-            launch = expert_tiles.FEW
-            assert launch.programs * (one.shared_bytes + 1024) <= SHARED_BYTES + 1024, (rows, one.kernel)
-            assert launch.programs * one.threads * -(-one.registers // 8) * 8 <= REGISTERS, (rows, one.kernel)
+        assert [one.kernel for one in launched] == ["score_rows", "route", "gate_and_up_few", "down_and_sum"]
+        fits_at_once(launched[2], expert_tiles.FEW.programs, f"{rows} rows")
 
 
 def test_as_many_programs_fit_at_once_as_the_table_says(at_true_shapes: dict[int, list[Launched]]) -> None:
     for rows, launched in at_true_shapes.items():
-        tiles = [tile for tile in choose_tiles(rows, 6, 384) if tile is not None]
         for kernel in ("gate_and_up", "down"):
-            for tile, one in zip(tiles, [one for one in launched if one.kernel == kernel], strict=True):
+            for tile, one in zip(tiles_of(rows), [one for one in launched if one.kernel == kernel], strict=True):
                 launch = tile.gate_and_up if kernel == "gate_and_up" else tile.down
                 assert one.threads == 32 * launch.warps
-                assert launch.programs * (one.shared_bytes + 1024) <= SHARED_BYTES + 1024, (rows, kernel)
-                assert launch.programs * one.threads * -(-one.registers // 8) * 8 <= REGISTERS, (rows, kernel)
-                assert one.programs[0] <= launch.programs * MULTIPROCESSORS
+                fits_at_once(one, launch.programs, f"{rows} rows: {kernel}")
+
+
+def test_narrow_tiles_read_whole_lines_and_move_nothing_between_threads(
+    narrow_at_true_shapes: dict[int, list[Launched]],
+) -> None:
+    """From shared memory to tensor cores by way of registers, sixteen steps at once; all that the table says fits."""
+    for rows, launched in narrow_at_true_shapes.items():
+        check_that_it_fits(launched)
+        first = "score_rows" if rows <= MOST_SCORED else "round_rows"
+        names = [first, "route", "place_pairs", "multiply_narrow", "gate_pairs", "multiply_narrow", "sum_pairs"]
+        assert [one.kernel for one in launched] == names
+        tile = narrow_of(rows)
+        for one in launched:
+            what = f"{rows} rows: {one.kernel}"
+            if one.kernel != "multiply_narrow":
+                waits, lets = ("route", "gate_pairs", "sum_pairs"), ("score_rows", "route")
+                check_dependence(one, what, one.kernel in waits, one.kernel in lets)
+                continue
+            assert one.threads == 32 * tile.warps
+            fits_at_once(one, tile.programs, what)
+            loops = loops_with(one, "HMMA")
+            assert loops, f"{what}: no loop with products"
+            for loop in loops:
+                names_in = {word for line in loop for word in re.findall(r"[A-Z][A-Z0-9_.]+", line)}
+                moved = {name for name in names_in if name.startswith(("STS", "STL", "LDL", "SHFL", "PRMT"))}
+                assert not moved, f"{what}: {sorted(moved)}"
+                assert {"LDGSTS.E.BYPASS.128", "LDS.128"} <= names_in, f"{what}: {sorted(names_in)}"
+                products = sum("HMMA" in line for line in loop)
+                assert products == 16 * (tile.rows // 8) * (tile.outputs // (16 * tile.warps)), what
 
 
 def test_weights_go_from_registers_to_tensor_cores(

@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from octavo.kernels.triton_backend.expert_few_kernels import down_and_sum, down_few, gate_and_up_few
+from octavo.kernels.triton_backend.expert_few_kernels import down_and_sum, gate_and_up_few
 from octavo.kernels.triton_backend.expert_launches import padded_width, programs, scale_words, words
 from octavo.kernels.triton_backend.expert_tiles import FEW, PLACES, FewRows
 
@@ -25,7 +25,7 @@ def multiply_gate_and_up_few(
     """Hidden rows of the pairs, weighted: [R top_k, I up to 128] BF16 by number of pair; nothing for other ranks'.
 
     rounded as ``experts.round_inputs`` gives it, chosen [R, top_k] int32 and weights F32 as ``experts.choose`` does;
-    matrices [n, I, D/2] packed, scales [n, I, D/32]. Rounded and in fragment order, except for ``down_and_sum``.
+    matrices [n, I, D/2] packed, scales [n, I, D/32]. Not rounded: ``down_and_sum`` does that.
     """
     rows, top_k = chosen.shape
     resident, inner, channels = w1.shape[0], w1.shape[1], 2 * w1.shape[2]
@@ -43,35 +43,16 @@ def multiply_gate_and_up_few(
         hidden,
         limit,
         rows,
-        ROUND=not form.by_rows,
         **_cut(form.gate_and_up, top_k, channels, inner),
     )
     return hidden
 
 
-def multiply_down_few(form: FewRows, hidden: Tensor, chosen: Tensor, w2: Tensor, s2: Tensor) -> Tensor:
-    """What the experts give for the pairs: [R top_k, D] BF16 by number of pair; nothing for other ranks'.
+def multiply_down_and_sum(form: FewRows, hidden: Tensor, chosen: Tensor, w2: Tensor, s2: Tensor) -> Tensor:
+    """What the experts give, summed over a row's resident pairs in their order: [R, D] F32.
 
     hidden as :func:`multiply_gate_and_up_few` gives it; w2 [n, D, I/2] packed, scales [n, D, I/32].
     """
-    rows, top_k = chosen.shape
-    resident, channels, inner = w2.shape[0], w2.shape[1], 2 * w2.shape[2]
-    results = hidden.new_empty(rows * top_k, channels)
-    tasks = min(rows * top_k, resident) * triton.cdiv(channels, PLACES // form.down)
-    down_few[programs(FEW.programs, tasks, hidden.device)](
-        hidden,
-        words(w2),
-        scale_words(s2),
-        chosen,
-        results,
-        rows,
-        **_cut(form.down, top_k, inner, channels),
-    )
-    return results
-
-
-def multiply_down_and_sum(form: FewRows, hidden: Tensor, chosen: Tensor, w2: Tensor, s2: Tensor) -> Tensor:
-    """:func:`multiply_down_few` and the sum of a row's resident pairs in their order: [R, D] F32."""
     rows, top_k = chosen.shape
     channels, inner = w2.shape[1], 2 * w2.shape[2]
     sums = torch.empty(rows, channels, dtype=torch.float32, device=hidden.device)

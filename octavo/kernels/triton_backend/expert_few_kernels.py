@@ -19,14 +19,7 @@ import triton.language as tl
 
 from octavo.kernels.triton_backend.dependent_launch import let_next_start, wait_for_ahead
 from octavo.kernels.triton_backend.expert_products import add_product, through_bf16
-from octavo.kernels.triton_backend.expert_routing import (
-    BLOCK,
-    GROUP,
-    SHIFT,
-    in_fragment_order,
-    place_in_block,
-    round_q8_groups,
-)
+from octavo.kernels.triton_backend.expert_routing import BLOCK, GROUP, SHIFT, in_fragment_order
 from octavo.kernels.triton_backend.linear_kernels import round_rows_q8
 from octavo.kernels.triton_backend.register_weights import gated, weight_rows
 
@@ -133,15 +126,14 @@ def gate_and_up_few(
     CHOICES: tl.constexpr,
     SPLIT: tl.constexpr,
     PLACES: tl.constexpr,
-    ROUND: tl.constexpr,
     WARPS: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
     """hidden = weight x silu(w1 x) x w3 x, PLACES / SPLIT channels of all pairs of an expert at a time.
 
     rounded, weights and matrices as in ``gate_and_up``, chosen [rows, top_k] int32 as ``route`` gives it, rows at most
-    16 / SPLIT. hidden [rows, top_k, outputs up to 128] BF16, for resident pairs alone, zero beyond ``outputs``. ROUND,
-    for 32 channels or more at a time: through Q8, in fragment order, x 2^64; else as it is.
+    16 / SPLIT. hidden [rows, top_k, outputs up to 128] BF16, for resident pairs alone, zero beyond ``outputs``; not
+    rounded.
     """
     ROWS: tl.constexpr = COLUMNS // SPLIT
     width: tl.constexpr = PLACES // SPLIT
@@ -185,72 +177,8 @@ def gate_and_up_few(
         weight = tl.load(weights + pair, mask=here, other=0.0)
         product = through_bf16(weight[None, :] * gated(through_bf16(gate), through_bf16(up), limit))
         at = first + tl.arange(0, width)
-        if ROUND:
-            groups = round_q8_groups(tl.reshape(product, [width // GROUP, GROUP, ROWS])) * SHIFT
-            product = tl.reshape(groups, [width, ROWS])
-            at = at // BLOCK * BLOCK + place_in_block(at % BLOCK)
         target = hidden + pair[None, :] * padded + at[:, None]
         tl.store(target, product.to(hidden.dtype.element_ty), mask=tl.broadcast_to(here[None, :], [width, ROWS]))
-
-
-@triton.jit(do_not_specialize=["rows"])
-def down_few(
-    hidden: tl.tensor,
-    w2: tl.tensor,
-    s2: tl.tensor,
-    chosen: tl.tensor,
-    results: tl.tensor,
-    rows: tl.int32,
-    top_k: tl.constexpr,
-    inputs: tl.constexpr,
-    outputs: tl.constexpr,
-    CHOICES: tl.constexpr,
-    SPLIT: tl.constexpr,
-    PLACES: tl.constexpr,
-    WARPS: tl.constexpr,
-    STAGES: tl.constexpr,
-) -> None:
-    """results = w2 hidden, PLACES / SPLIT channels of all pairs of an expert at a time.
-
-    hidden as :func:`gate_and_up_few` gives it with ROUND, chosen and rows as there, w2 [n, outputs, inputs / 8] int32.
-    results [rows, top_k, outputs] BF16: only those of resident pairs are written.
-    """
-    ROWS: tl.constexpr = COLUMNS // SPLIT
-    width: tl.constexpr = PLACES // SPLIT
-    tiles: tl.constexpr = (outputs + width - 1) // width
-    blocks: tl.constexpr = (inputs + BLOCK - 1) // BLOCK
-    share: tl.constexpr = (blocks + SPLIT - 1) // SPLIT
-    let_next_start()
-    wait_for_ahead()
-    mine, flat, number, count = work_of_rows(chosen, rows, top_k, ROWS, CHOICES)
-    place = weight_rows(PLACES, WARPS)
-    part = place // width
-    column_part = tl.arange(0, COLUMNS) // ROWS
-    choice = tl.arange(0, CHOICES)
-    row = tl.arange(0, ROWS)
-    for task in range(tl.program_id(0), count * tiles, tl.num_programs(0)):
-        which = task // tiles
-        first = (task - which * tiles) * width
-        expert = tl.sum(tl.where(number == which + 1, flat, 0))
-        here = tl.max((mine == expert).to(tl.int32), axis=1) > 0
-        pair = row * top_k + tl.max(tl.where(mine == expert, choice[None, :], 0), axis=1)
-        channel = first + place % width
-        there = channel < outputs
-        matrix_row = expert.to(tl.int64) * outputs + channel
-        source = hidden + (of_every_part(pair, SPLIT) * (blocks * BLOCK) + column_part * (share * BLOCK))
-        wanted = of_every_part(here, SPLIT)
-
-        total = tl.zeros([PLACES, COLUMNS], tl.float32)
-        for step in tl.range(0, share, num_stages=STAGES):
-            block = part * share + step
-            x = tl.trans(load_split_rows(source, wanted & (column_part * share + step < blocks), step))
-            words = load_split_words(w2, matrix_row, there, block, inputs)
-            total = add_product(total, words, load_split_scales(s2, matrix_row, there, block, inputs), x, WARPS)
-
-        total = diagonal(total, SPLIT, ROWS)
-        at = first + tl.arange(0, width)
-        target = results + pair[None, :] * outputs + at[:, None]
-        tl.store(target, total.to(results.dtype.element_ty), mask=here[None, :] & (at < outputs)[:, None])
 
 
 @triton.jit
@@ -271,7 +199,7 @@ def down_and_sum(
 ) -> None:
     """sums = w2 Q8(hidden), summed over a row's resident experts in the order of its choices; each rounded to BF16.
 
-    hidden as :func:`gate_and_up_few` gives it without ROUND, chosen [R, top_k] int32, w2 [n, outputs, inputs / 8]
+    hidden as :func:`gate_and_up_few` gives it, chosen [R, top_k] int32, w2 [n, outputs, inputs / 8]
     int32 -> sums [R, outputs] F32. A program takes a row and PLACES / SPLIT channels: rows that chose one expert read
     its weights each for itself. Grid: tiles of channels, rows.
     """

@@ -17,14 +17,14 @@ import triton
 import triton.language as tl
 
 from octavo.kernels.triton_backend.dependent_launch import wait_for_ahead
-from octavo.kernels.triton_backend.expert_routing import BLOCK, GROUP, SHIFT, round_q8_groups
+from octavo.kernels.triton_backend.expert_routing import BLOCK, GROUP, SHIFT, in_fragment_order, round_q8_groups
 from octavo.kernels.triton_backend.register_weights import WARP_ROWS, gated, two_values, weight_rows
 
 LARGEST_SCALE = 192
 """Byte of a scale: see above. Larger ones are refused when weights are loaded."""
 _SHORT_STEPS = tl.constexpr(16)
 """Rows of a tile: see :func:`add_product`."""
-_DECODE = tl.constexpr(
+DECODE = tl.constexpr(
     """
     {
         .reg .b32 upper, a, b, c, d;
@@ -55,7 +55,7 @@ _DECODE = tl.constexpr(
 def decode_words(words: tl.tensor, factors: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """[N, W] int32 of eight codes and [N, W] int32 of two equal BF16 factors -> four times [N, W, 2] BF16."""
     a, b, c, d = tl.inline_asm_elementwise(
-        _DECODE, "=r,=r,=r,=r,r,r", [words, factors], (tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
+        DECODE, "=r,=r,=r,=r,r,r", [words, factors], (tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
     )
     return two_values(a), two_values(b), two_values(c), two_values(d)
 
@@ -252,6 +252,41 @@ def down(
         target = results + pair.to(tl.int64)[:, None] * outputs + column[None, :]
         values = tl.trans(total).to(results.dtype.element_ty)
         tl.store(target, values, mask=here[:, None] & (column < outputs)[None, :])
+
+
+@triton.jit
+def gate_pairs(
+    parts: tl.tensor,
+    weights: tl.tensor,
+    pairs: tl.tensor,
+    tiles: tl.tensor,
+    tile_count: tl.tensor,
+    hidden: tl.tensor,
+    limit: tl.float32,
+    channels: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """hidden = Q8(weight x silu(gate) x up): the end of :func:`gate_and_up` for products that were written.
+
+    parts [P, 2, channels] BF16: gate and up of each place of ``pairs``; tiles and tile_count as ``place_pairs`` gives
+    them, weights [R, top_k] F32. hidden [P, channels] BF16 in fragment order, x 2^64; channels a multiple of 128. One
+    row after the other and COLUMNS channels a program.
+    """
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    width = tl.full([1], channels, tl.int64)
+    wait_for_ahead()
+    count = tl.load(tile_count)
+    end = tl.load(tiles + (count - 1) * 3 + 2, mask=count > 0, other=0)
+    for place in range(tl.program_id(0), end, tl.num_programs(0)):
+        weight = tl.load(weights + tl.load(pairs + place))
+        source = parts + (2 * place * width + column)
+        gate = tl.load(source, mask=column < channels, other=0.0).to(tl.float32)
+        up = tl.load(source + channels, mask=column < channels, other=0.0).to(tl.float32)
+        product = through_bf16(weight * gated(gate, up, limit))
+        groups = round_q8_groups(tl.reshape(product, [COLUMNS // GROUP, GROUP, 1])) * SHIFT
+        ordered = tl.reshape(in_fragment_order(tl.reshape(groups, [1, COLUMNS])), [COLUMNS])
+        target = hidden + (place * width + column)
+        tl.store(target, ordered.to(hidden.dtype.element_ty), mask=column < channels)
 
 
 @triton.jit

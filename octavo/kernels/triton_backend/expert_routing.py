@@ -48,12 +48,6 @@ def in_fragment_order(x: tl.tensor) -> tl.tensor:
     return tl.reshape(tl.permute(parts, (0, 2, 4, 5, 1, 3)), [rows, columns])
 
 
-@triton.jit
-def place_in_block(channel: tl.tensor) -> tl.tensor:
-    """Where a channel below 128 stands in fragment order."""
-    return channel // 8 % 4 * 32 + channel // 2 % 2 * 16 + channel % 2 * 8 + channel // 32 * 2 + channel // 4 % 2
-
-
 @triton.jit(do_not_specialize=["resident"])
 def round_rows(
     x: tl.tensor,

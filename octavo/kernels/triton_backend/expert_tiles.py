@@ -4,11 +4,14 @@ Few rows are a matter of memory: an expert's weights are read once if its rows f
 on their way. Of a few rows, one or two experts' weights are all that is read, and tiles must be so small that these
 occupy the whole device. Many rows are a matter of tensor cores: whole tiles of 128 rows, and small tiles for what is
 left of an expert, since a tile costs what its rows cost, whether there are pairs on them or not.
+
+Narrow tiles have a kernel of their own, ``expert_narrow_kernel``, which takes widths of whole blocks alone; for others
+there are small tiles of ``expert_products``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,9 +69,32 @@ TILES = {
     )
 }
 """By their rows."""
-_SPARSE = replace(TILES[16], outputs=128)
-"""Where an expert has one or two rows: smaller tiles are shared out more evenly."""
-_SPARSE_ROWS = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Narrow:
+    """A narrow tile, and how both of its products run."""
+
+    rows: int
+    outputs: int
+    """Of a tile, at least 16 for each warp."""
+    warps: int
+    stages: int
+    """Steps of 256 columns: on their way, or in use."""
+    programs: int
+    """At once on a multiprocessor: registers and shared memory suffice for so many."""
+    registers: int | None = None
+    """The most that a thread may have, where that makes room for another program."""
+
+
+NARROW = (
+    (0.125, Narrow(rows=8, outputs=32, warps=2, stages=4, programs=6)),
+    (4, Narrow(rows=8, outputs=64, warps=4, stages=2, programs=7, registers=80)),
+    (16, Narrow(rows=16, outputs=64, warps=2, stages=2, programs=6)),
+    (40, Narrow(rows=32, outputs=128, warps=4, stages=2, programs=3)),
+)
+"""The most rows of an expert on average, and their tiles. Of very few rows, few experts' weights are read at all: small
+tiles occupy the device, and more of each is on its way."""
 MOST_SCORED = 128
 """Rows of a step up to which the router's product is one kernel with the rounding of rows; beyond, a library's."""
 
@@ -82,9 +108,7 @@ class FewRows:
     gate_and_up: int
     """Parts that the inputs of a tile are split into; times ``rows`` no more than 16, the columns of a tile."""
     down: int
-    """The same of the second product."""
-    by_rows: bool
-    """Down products and the sum over choices in one kernel, each row for itself; else each expert for itself."""
+    """The same of the second product, where each row stands for itself."""
 
 
 PLACES = 64
@@ -92,10 +116,8 @@ PLACES = 64
 FEW = Launch(warps=4, stages=3, programs=3)
 """Of all products of a few rows."""
 FEW_ROWS = (
-    FewRows(rows=1, gate_and_up=8, down=4, by_rows=True),
-    FewRows(rows=4, gate_and_up=4, down=4, by_rows=True),
-    FewRows(rows=8, gate_and_up=2, down=2, by_rows=False),
-    FewRows(rows=16, gate_and_up=1, down=1, by_rows=False),
+    FewRows(rows=1, gate_and_up=8, down=4),
+    FewRows(rows=4, gate_and_up=4, down=4),
 )
 """More rows are put in order of their experts."""
 
@@ -105,14 +127,17 @@ def choose_few(rows: int) -> FewRows | None:
     return next((form for form in FEW_ROWS if rows <= form.rows), None)
 
 
-def choose_tiles(rows: int, top_k: int, experts: int) -> tuple[Tile, Tile | None]:
+def choose_tiles(rows: int, top_k: int, experts: int, whole: bool) -> tuple[Narrow | Tile, Tile | None]:
     """Tiles of a step of R rows, of which each goes to top_k of ``experts``, and those of what is left of an expert.
 
-    The latter are None where an expert's rows seldom fill more than one tile.
+    The latter are None where an expert's rows seldom fill more than one tile. ``whole`` says that all widths are whole
+    blocks of 128.
     """
     average = rows * top_k / experts
-    if average <= _SPARSE_ROWS:
-        return _SPARSE, None
+    if whole:
+        for most, narrow in NARROW:
+            if average <= most:
+                return narrow, None
     for largest, tile, tail in ((9, 16, 0), (20, 32, 0), (48, 64, 0), (96, 64, 32)):
         if average <= largest:
             return TILES[tile], TILES[tail] if tail else None

@@ -13,15 +13,12 @@ from octavo.kernels.experts import experts
 from octavo.kernels.operator import ModelWidths
 from octavo.kernels.quantise import GROUP_Q4MX
 from octavo.kernels.torch_backend.f32_product import f32_product
-from octavo.kernels.triton_backend.expert_few import (
-    multiply_down_and_sum,
-    multiply_down_few,
-    multiply_gate_and_up_few,
-)
+from octavo.kernels.triton_backend.expert_few import multiply_down_and_sum, multiply_gate_and_up_few
 from octavo.kernels.triton_backend.expert_launches import COLUMNS, padded_width, programs, scale_words, words
+from octavo.kernels.triton_backend.expert_narrow import multiply_down_narrow, multiply_gate_and_up_narrow
 from octavo.kernels.triton_backend.expert_products import LARGEST_SCALE, down, gate_and_up, sum_pairs
 from octavo.kernels.triton_backend.expert_routing import BLOCK, place_pairs, round_rows, route, score_rows
-from octavo.kernels.triton_backend.expert_tiles import MOST_SCORED, Tile, choose_few, choose_tiles
+from octavo.kernels.triton_backend.expert_tiles import MOST_SCORED, Narrow, Tile, choose_few, choose_tiles
 
 _ROUTED_ROWS = 4
 """Of a program; one alone where the router's product comes in parts that it must add first."""
@@ -101,10 +98,9 @@ def experts_triton(
     chosen, weights = choose(logits, *routing, count=form is None)
     if form is not None:
         hidden = multiply_gate_and_up_few(form, rounded, chosen, weights, w1, s1, w3, s3, limit)
-        if form.by_rows:
-            return multiply_down_and_sum(form, hidden, chosen, w2, s2)
-        return sum_results(chosen, multiply_down_few(form, hidden, chosen, w2, s2))
-    work = place(chosen, counts, *choose_tiles(rows, top_k, gate.shape[0]))
+        return multiply_down_and_sum(form, hidden, chosen, w2, s2)
+    whole = x.shape[1] % BLOCK.value == 0 and w1.shape[1] % BLOCK.value == 0
+    work = place(chosen, counts, *choose_tiles(rows, top_k, gate.shape[0], whole))
     hidden = multiply_gate_and_up(rounded, weights, work, w1, s1, w3, s3, limit)
     return sum_results(chosen, multiply_down(hidden, work, w2, s2))
 
@@ -115,7 +111,7 @@ class Work:
 
     order: Tensor
     """Numbers of pairs, those of the first resident expert first: [P] int32; nothing beyond the resident ones."""
-    parts: list[tuple[Tile, Tensor, Tensor]]
+    parts: list[tuple[Narrow | Tile, Tensor, Tensor]]
     """How a tile runs, table of tiles [n, 3] int32 (expert, first place in ``order``, place after the last), and how
     many there are: [1] int32."""
 
@@ -219,7 +215,7 @@ def choose(
     return chosen, weights
 
 
-def place(chosen: Tensor, counts: Tensor, tile: Tile, tail: Tile | None) -> Work:
+def place(chosen: Tensor, counts: Tensor, tile: Narrow | Tile, tail: Tile | None) -> Work:
     """The order of the pairs of ``chosen`` [R, top_k] int32, cut into tiles; counts [n] int32: pairs of each expert."""
     pairs, resident = chosen.numel(), counts.shape[0]
     order = torch.empty_like(chosen).view(-1)
@@ -241,7 +237,7 @@ def place(chosen: Tensor, counts: Tensor, tile: Tile, tail: Tile | None) -> Work
         RESIDENT=triton.next_power_of_2(resident),
         num_warps=8,
     )
-    parts = [(tile, tiles, tile_counts[:1])]
+    parts: list[tuple[Narrow | Tile, Tensor, Tensor]] = [(tile, tiles, tile_counts[:1])]
     return Work(order, parts if tail is None else [*parts, (tail, tails, tile_counts[1:])])
 
 
@@ -256,6 +252,8 @@ def multiply_gate_and_up(
     padded = padded_width(inner)
     hidden = rounded.new_empty(work.order.shape[0], padded)
     for tile, table, count in work.parts:
+        if isinstance(tile, Narrow):
+            return multiply_gate_and_up_narrow(tile, rounded, weights, work.order, table, count, w1, s1, w3, s3, limit)
         launch = tile.gate_and_up
         gate_and_up[programs(launch.programs, table.shape[0] * (padded // BLOCK.value), hidden.device)](
             rounded,
@@ -290,6 +288,8 @@ def multiply_down(hidden: Tensor, work: Work, w2: Tensor, s2: Tensor) -> Tensor:
     channels, inner = w2.shape[1], 2 * w2.shape[2]
     results = hidden.new_empty(hidden.shape[0], channels)
     for tile, table, count in work.parts:
+        if isinstance(tile, Narrow):
+            return multiply_down_narrow(tile, hidden, work.order, table, count, w2, s2)
         launch = tile.down
         down[programs(launch.programs, table.shape[0] * triton.cdiv(channels, tile.outputs), hidden.device)](
             hidden,

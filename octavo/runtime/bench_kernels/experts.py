@@ -58,7 +58,7 @@ def _prepare_products(rows: int) -> Prepared:
     rounded, counts = steps.round_inputs(given["x"], _RESIDENT)
     routing = given["live"], given["image"], given["bias"], given["bias_vl"]
     chosen, weights = steps.choose(f32_product(given["x"], given["gate"]), *routing, counts, 0, _TOP_K, 1.5)
-    work = steps.place(chosen, counts, *choose_tiles(rows, _TOP_K, _EXPERTS))
+    work = steps.place(chosen, counts, *choose_tiles(rows, _TOP_K, _EXPERTS, whole=True))
     pairs = int(counts.sum())
     ends = counts.cumsum(0).int()
     ordered = given["x"][work.order[:pairs].long() // _TOP_K]
