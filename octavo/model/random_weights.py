@@ -77,8 +77,10 @@ _DISTRIBUTIONS = {
     **{f"hc_{sublayer}_base": _single(0.66) for sublayer in ("attn", "ffn")},
     **{f"hc_{sublayer}_scale": _single(0.12, 0.79) for sublayer in ("attn", "ffn")},
     "ffn.gate.weight": _gain(2.9),
-    "ffn.gate.bias": _single(0.13),
-    "ffn.gate.bias_vl": _single(0.13),
+    # A trained bias deals rows evenly. One of the mini model's size, 0.13, would send most rows to a quarter of the
+    # released model's experts.
+    "ffn.gate.bias": _single(0.01),
+    "ffn.gate.bias_vl": _single(0.01),
     "ffn.experts.w1.weight": _gain(1.95),
     "ffn.experts.w2.weight": _gain(0.67),
     "ffn.experts.w3.weight": _gain(1.95),

@@ -4,12 +4,14 @@ Each component of each layer must move some bytes and multiply some numbers, at 
 two bounds it, and the bounds are summed (spec/performance.md, conventions and 1.1). Weights count as they are stored:
 F8 matrices and F4 experts with their scales, head, router and compressor in BF16. Values that pass from one component
 to the next are written by the one and read by the other, in BF16; what stays inside a component costs nothing. Rows
-that choose experts elsewhere skip them: R rows make R x (experts a token) x (resident share) pairs on average.
+that choose experts elsewhere skip them: R rows make R x (experts a token) x (resident share) pairs on average, if they
+are dealt evenly. A floor can count what routers chose in fact instead.
 """
 
 from __future__ import annotations
 
 import enum
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -72,6 +74,16 @@ class StepShape:
 
 
 @dataclass(frozen=True, slots=True)
+class Routing:
+    """What one layer's router deals to resident experts."""
+
+    pairs: float
+    """Of row and resident expert."""
+    experts: float
+    """Resident ones that some row chooses."""
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
     """One component in one layer."""
 
@@ -105,8 +117,8 @@ class Floor:
     """The floor of a step and what it is made of."""
 
     shape: StepShape
-    pairs: float
-    """Expected pairs of row and resident expert, in one layer."""
+    routing: Routing
+    """On average over the layers."""
     parts: tuple[Part, ...]
 
     @property
@@ -152,14 +164,17 @@ def step_floor(
     experts: int | None = None,
     storage: Storage = Storage.PACKED,
     expert_peak: float = BF16_PER_SECOND,
+    routed: Sequence[Routing] | None = None,
 ) -> Floor:
     """The floor of prelude, body and head of one step.
 
     ``experts`` are those resident, all by default; ``storage`` is that of entries and keys. ``expert_peak`` is the rate
-    of the routed experts' products: kernels that keep the rows' 8 bits reach for that of FP8.
+    of the routed experts' products: kernels that keep the rows' 8 bits reach for that of FP8. ``routed`` says what the
+    router of every layer chose; by default rows are dealt evenly.
     """
     resident = text.n_routed_experts if experts is None else experts
-    pairs = shape.rows * text.num_experts_per_tok * resident / text.n_routed_experts
+    if routed is None:
+        routed = [even_routing(text, shape, resident)] * text.num_hidden_layers
     state = _State(text, storage)
     parts = [_embedding(text, shape)]
     for plan in plan_layers(text):
@@ -173,14 +188,21 @@ def step_floor(
         parts += [
             _attention(text, shape, plan, state),
             _router(text, shape, plan),
-            _experts(text, shape, plan, resident, pairs, expert_peak),
+            _experts(text, shape, plan, routed[plan.layer], expert_peak),
             _shared_expert(text, shape, plan),
         ]
     parts += [
         Part(Component.MHC, None, _BF16_BYTES * shape.rows * text.hidden_size, 0.0),
         _head(text, shape),
     ]
-    return Floor(shape, pairs, tuple(parts))
+    mean = Routing(statistics.mean(r.pairs for r in routed), statistics.mean(r.experts for r in routed))
+    return Floor(shape, mean, tuple(parts))
+
+
+def even_routing(text: TextConfig, shape: StepShape, resident: int) -> Routing:
+    """Expected if every row chooses its experts by chance."""
+    pairs = shape.rows * text.num_experts_per_tok * resident / text.n_routed_experts
+    return Routing(pairs, resident * (1 - (1 - text.num_experts_per_tok / text.n_routed_experts) ** shape.rows))
 
 
 class _State:
@@ -326,17 +348,16 @@ def _router(text: TextConfig, shape: StepShape, plan: LayerPlan) -> Part:
 
 
 def _experts(
-    text: TextConfig, shape: StepShape, plan: LayerPlan, resident: int, pairs: float, operations_per_second: float
+    text: TextConfig, shape: StepShape, plan: LayerPlan, routing: Routing, operations_per_second: float
 ) -> Part:
     """Three F4 matrices of each expert that some row chooses; rows in, and out as an F32 sum over ranks."""
     matrices = [(text.moe_intermediate_size, text.hidden_size)] * 3
-    chosen = resident * (1 - (1 - text.num_experts_per_tok / text.n_routed_experts) ** shape.rows)
     return Part(
         Component.EXPERTS,
         plan.layer,
-        chosen * _elements(matrices) * (1 / 2 + 1 / SCALE_BLOCK)
+        routing.experts * _elements(matrices) * (1 / 2 + 1 / SCALE_BLOCK)
         + float(shape.rows) * (_BF16_BYTES + _F32_BYTES) * text.hidden_size,
-        2.0 * pairs * _elements(matrices),
+        2.0 * routing.pairs * _elements(matrices),
         operations_per_second,
     )
 

@@ -25,10 +25,11 @@ from octavo.runtime.bench_steps.components import NORMS, OTHER, ROUTED, componen
 from octavo.runtime.bench_steps.measure import trace_step, ways_named
 from octavo.runtime.bench_steps.plot import plot_svg
 from octavo.runtime.bench_steps.report import report_lines
+from octavo.runtime.bench_steps.routing import routed
 from octavo.runtime.bench_steps.steps import StepInputs, Steps, filled_pools, step_inputs
 from octavo.runtime.bench_trace import Recorded
 from octavo.runtime.config import EngineConfig
-from octavo.runtime.floor import Component, StepShape, step_floor
+from octavo.runtime.floor import Component, Routing, StepShape, step_floor
 from octavo.runtime.pools import Pools
 
 SMALL = ("--weights", "random", "--preset", "mini", "--layers", "3", "--device", "cpu", "--repeat", "2")
@@ -106,9 +107,11 @@ def test_report_of_prefill_steps(report: dict[str, Any]) -> None:
     assert [(entry["rows"], entry["context"]) for entry in report["steps"]] == [(8, 0), (24, 0), (8, 40), (24, 40)]
     for entry in report["steps"]:
         rows = entry["rows"]
-        assert (entry["requests"], entry["sampled"]) == (1, 1) and entry["expected_pairs"] == rows * 2
-        floor = step_floor(text, StepShape(rows=rows, context=entry["context"])).seconds
-        assert entry["floor_seconds"] == pytest.approx(floor)
+        assert (entry["requests"], entry["sampled"]) == (1, 1) and entry["pairs"] == rows * 2
+        assert 0 < entry["experts"] <= 8
+        chosen = [Routing(entry["pairs"], entry["experts"])] * 3
+        floor = step_floor(text, StepShape(rows=rows, context=entry["context"]), routed=chosen).seconds
+        assert entry["floor_seconds"] == pytest.approx(floor), "experts' bytes bound few rows, in proportion"
         assert list(entry["ways"]) == ["eager", "graphs"]
         for way in entry["ways"].values():
             assert way["tokens_per_second"] == pytest.approx(rows / way["seconds"])
@@ -182,6 +185,26 @@ def test_operators_are_timed_one_by_one(
     assert calls["linear_f8"] == 4 * layers + sources + len(text.engram_layer_ids)
     projections = [each for each in spent if each.component == Component.PROJECTIONS.value]
     assert sum(each.calls for each in projections) == 5 * layers
+
+
+def test_the_floor_counts_the_experts_that_are_chosen(
+    assembly: Assembly, steps: Steps, step: StepInputs, reset: Callable[[], None]
+) -> None:
+    """A layer whose bias sends all rows to two experts reads two; the others are dealt as it comes."""
+    text = assembly.config.text_config
+    weights = assembly.model.official_parameters()
+    bias = weights["layers.2.ffn.gate.bias"]
+    before = bias.clone()
+    bias[torch.tensor([3, 6])] += 50.0
+    crowded = routed(steps, step)
+    bias.copy_(before)
+    reset()
+    assert len(crowded) == text.num_hidden_layers
+    assert crowded[2] == Routing(2 * step.shape.rows, 2)
+    assert all(each.pairs == 2 * step.shape.rows and each.experts > 2 for each in (*crowded[:2], *crowded[3:]))
+    floors = [step_floor(text, step.shape, routed=each) for each in (crowded, None)]
+    first, second = ({p.layer: p for p in floor.parts if p.component is Component.EXPERTS} for floor in floors)
+    assert first[2].bytes < second[2].bytes and first[2].operations == second[2].operations
 
 
 @pytest.mark.parametrize(
@@ -346,9 +369,10 @@ def from_a_gpu(report: dict[str, Any]) -> dict[str, Any]:
 
 def test_text_of_a_report_from_a_gpu(from_a_gpu: dict[str, Any]) -> None:
     lines = report_lines(from_a_gpu)
+    experts = f"{from_a_gpu['steps'][0]['experts']:.1f}"
     assert lines[0].endswith("medians of 2; 3 segments, 0 breaks; the floor is an H200's")
     assert [cell.strip() for cell in lines[3].strip("|").split("|")] == [
-        *("8", "0", "16.0", "0.000", "10.500", "48,475", "34.6%", "20", "1,586", "2.8%"),
+        *("8", "0", "16.0", experts, "0.000", "10.500", "48,475", "34.6%", "20", "1,586", "2.8%"),
         *("21.000", "2.00", "out of memory", "-"),
     ]
     (attention,) = [line for line in lines if line.startswith("| attention")]

@@ -86,7 +86,7 @@ def test_experts_that_somebody_chose() -> None:
 def test_the_share_of_one_gpu_among_eight() -> None:
     """48 of 384 experts: 6 R / 8 pairs, and an eighth of the experts' work and weights."""
     floor, whole = (step_floor(TEXT, StepShape(rows=8192), experts) for experts in (48, None))
-    assert floor.pairs == 6144 and whole.pairs == 6 * 8192
+    assert floor.routing.pairs == 6144 and whole.routing.pairs == 6 * 8192
     mine, all_of_them = (layer(each, PLAIN)[Component.EXPERTS] for each in (floor, whole))
     assert mine[1] == all_of_them[1] / 8
     assert mine[0] - 6 * 5120 * 8192 == pytest.approx(7.219e9 / 8, rel=1e-4)

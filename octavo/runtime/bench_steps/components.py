@@ -104,7 +104,7 @@ def time_operators(steps: Steps, step: StepInputs) -> list[Spent]:
     Empty if the profiler lost events, or may not see them.
     """
     keys = [key for stage in steps.stages for _, key in _nodes(stage)]
-    nodes = itertools.chain.from_iterable(_walk(steps, step) for _ in range(_ROUNDS))
+    nodes = itertools.chain.from_iterable(walk(steps, step) for _ in range(_ROUNDS))
     call = functools.partial(next, nodes)
     calls = dict.fromkeys(range(_ROUNDS * len(keys)), call)
     found = _on_device(calls, step.last.device) if step.last.device.type == "cuda" else _on_host(calls)
@@ -156,14 +156,15 @@ def _nodes(stage: Stage) -> Iterator[tuple[Node, Key]]:
                 yield node, (component, f"{known.name}.{backend_of(plain).name}", node.op == "call_module")
 
 
-def _walk(steps: Steps, step: StepInputs) -> Iterator[None]:
-    """Runs the three programs; every step of the iterator is one node that computes."""
-    rows = yield from _run(steps.prelude, steps.prelude_inputs(step))
-    results = yield from _run(steps.body, steps.body_inputs(step, rows))
-    yield from _run(steps.epilogue, steps.epilogue_inputs(step, results))
+def walk(steps: Steps, step: StepInputs, compiled: bool = True) -> Iterator[None]:
+    """Runs the three programs; every step of the iterator is one node that computes. Regions that were compiled run so,
+    if ``compiled``."""
+    rows = yield from _run(steps.prelude, steps.prelude_inputs(step), compiled)
+    results = yield from _run(steps.body, steps.body_inputs(step, rows), compiled)
+    yield from _run(steps.epilogue, steps.epilogue_inputs(step, results), compiled)
 
 
-def _run(stage: Stage, values: Mapping[str, Tensor]) -> Generator[None, None, tuple[Tensor, ...]]:
+def _run(stage: Stage, values: Mapping[str, Tensor], compiled: bool) -> Generator[None, None, tuple[Tensor, ...]]:
     live = dict(values)
     inputs = stage.program.inputs
     for instruction in stage.compilation.instructions:
@@ -171,7 +172,8 @@ def _run(stage: Stage, values: Mapping[str, Tensor]) -> Generator[None, None, tu
             live[operand.name] if operand.source is Source.STATIC else stage.resident[inputs[operand.name].path]
             for operand in instruction.operands
         ]
-        results = yield from _interpret(_module(stage, instruction), operands)
+        module = _module(stage, instruction) if compiled else instruction.module
+        results = yield from _interpret(module, operands)
         live.update(zip(instruction.results, results, strict=True))
     return tuple(live[name] for name in stage.program.outputs)
 

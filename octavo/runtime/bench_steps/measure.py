@@ -27,11 +27,12 @@ from octavo.runtime.bench import describe_environment
 from octavo.runtime.bench_clock import seconds_of
 from octavo.runtime.bench_steps.baselines import Baseline, baselines_named, make_baselines
 from octavo.runtime.bench_steps.components import component_entries, time_operators
+from octavo.runtime.bench_steps.routing import routed
 from octavo.runtime.bench_steps.shapes import Kind, with_room
 from octavo.runtime.bench_steps.steps import Stage, StepInputs, Steps, filled_pools, step_inputs
 from octavo.runtime.bench_trace import idle_share, record
 from octavo.runtime.config import EngineConfig
-from octavo.runtime.floor import Floor, StepShape, step_floor
+from octavo.runtime.floor import Floor, Routing, StepShape, step_floor
 
 Call = Callable[[], object]
 Key = tuple[str, str]
@@ -116,9 +117,11 @@ def measure_steps(
             "steps": [],
         }
         ended("baselines")
-        floors = [_floor(assembly, shape) for shape in shapes]
-        for shape, floor in zip(shapes, floors, strict=True):
+        floors: list[Floor] = []
+        for shape in shapes:
             step = step_inputs(assembly, pools, shape)
+            floor = _floor(assembly, shape, routed(next(iter(variants.values())), step))
+            floors.append(floor)
             measured, failed = _measure(variants, names, others, step, repeat, progress)
             report["steps"].append(_entry(floor, measured, failed, {o.name: o.layers for o in others}, layers))
             report["baselines"] = {other.name: other.describe() for other in others}
@@ -138,8 +141,9 @@ def _title(shape: StepShape) -> str:
     return f"{shape.rows} rows, context {shape.context}"
 
 
-def _floor(assembly: Assembly, shape: StepShape) -> Floor:
-    return step_floor(assembly.config.text_config, shape, len(assembly.model.experts), assembly.capacity.storage)
+def _floor(assembly: Assembly, shape: StepShape, chosen: tuple[Routing, ...]) -> Floor:
+    text, resident = assembly.config.text_config, len(assembly.model.experts)
+    return step_floor(text, shape, resident, assembly.capacity.storage, routed=chosen)
 
 
 def _capture(variants: Mapping[bool, Steps], device: torch.device, progress: Progress) -> dict[str, Any]:
@@ -213,7 +217,8 @@ def _entry(
     ours = min(seconds for (group, _), seconds in measured.items() if group == "ways")
     entry: dict[str, Any] = {
         **dataclasses.asdict(shape),
-        "expected_pairs": floor.pairs,
+        "pairs": floor.routing.pairs,
+        "experts": floor.routing.experts,
         "floor_seconds": floor.seconds,
         "ways": {},
         "baselines": {name: {"error": reason} for name, reason in failed.items()},

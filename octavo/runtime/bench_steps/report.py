@@ -12,7 +12,7 @@ def report_lines(report: dict[str, Any]) -> list[str]:
     steps = report["steps"]
     ways, others = list(steps[0]["ways"]), list(report["baselines"])
     headings = [
-        *("rows", "context", "pairs", "floor ms", *(f"{way} ms" for way in ways), "tokens/s", "of floor"),
+        *("rows", "context", "pairs", "experts", "floor ms", *(f"{way} ms" for way in ways), "tokens/s", "of floor"),
         *("launches", "kernels", "idle inside"),
         *(heading for name in others for heading in (f"baseline {name} ms", "/ ours, a layer")),
     ]
@@ -56,7 +56,7 @@ def best_way(step: dict[str, Any]) -> dict[str, Any]:
 def _row(step: dict[str, Any], ways: list[str], others: list[str]) -> tuple[str, ...]:
     best = best_way(step)
     cells = [
-        *(f"{step['rows']:,}", f"{step['context']:,}", f"{step['expected_pairs']:,.1f}"),
+        *(f"{step['rows']:,}", f"{step['context']:,}", f"{step['pairs']:,.1f}", f"{step['experts']:,.1f}"),
         *(milliseconds(step["floor_seconds"]), *(milliseconds(step["ways"][way]["seconds"]) for way in ways)),
         *(f"{best['tokens_per_second']:,.0f}", _share(best["share_of_floor"])),
         *(
