@@ -174,7 +174,9 @@ def step_floor(
     """
     resident = text.n_routed_experts if experts is None else experts
     if routed is None:
-        routed = [even_routing(text, shape, resident)] * text.num_hidden_layers
+        routed = [_even_routing(text, shape, resident)] * text.num_hidden_layers
+    if len(routed) != text.num_hidden_layers:
+        raise ValueError(f"routing of {len(routed)} layers, of a model of {text.num_hidden_layers}")
     state = _State(text, storage)
     parts = [_embedding(text, shape)]
     for plan in plan_layers(text):
@@ -199,7 +201,7 @@ def step_floor(
     return Floor(shape, mean, tuple(parts))
 
 
-def even_routing(text: TextConfig, shape: StepShape, resident: int) -> Routing:
+def _even_routing(text: TextConfig, shape: StepShape, resident: int) -> Routing:
     """Expected if every row chooses its experts by chance."""
     pairs = shape.rows * text.num_experts_per_tok * resident / text.n_routed_experts
     return Routing(pairs, resident * (1 - (1 - text.num_experts_per_tok / text.n_routed_experts) ** shape.rows))

@@ -31,8 +31,10 @@ ODD = dataclasses.replace(WIDE, name="odd", hidden=384, inner=128)
 EVEN = dataclasses.replace(WIDE, name="even", hidden=512, inner=256)
 """Widths of whole blocks of 128, which narrow tiles take; odd numbers of them, and even ones."""
 every_size = pytest.mark.parametrize("size", (MINI, WIDE, ODD, EVEN), ids=lambda size: size.name)
+ragged_and_whole = pytest.mark.parametrize("size", (WIDE, EVEN), ids=lambda size: size.name)
 every_tile = pytest.mark.parametrize("tile_rows", (16, 32, 64, 128))
 every_narrow_tile = pytest.mark.parametrize("number", range(4))
+"""Of the table, whose length ``test_triton_experts_sm_90`` holds."""
 
 
 def test_rounding_is_the_references_to_the_bit() -> None:
@@ -182,17 +184,18 @@ def test_true_shapes_are_near_the_torch_backend(rows: int) -> None:
 
 
 @every_case
+@ragged_and_whole
 @pytest.mark.parametrize("rows", (4, 7, 13, 29))
-def test_dead_rows_are_zero_and_reach_nothing(case: Case, rows: int) -> None:
+def test_dead_rows_are_zero_and_reach_nothing(case: Case, size: Size, rows: int) -> None:
     batch = random_batch(rows, seed=3)
-    given = on_device(case.arguments(batch, WIDE, torch.bfloat16), "cuda")
+    given = on_device(case.arguments(batch, size, torch.bfloat16), "cuda")
     given["live"][rows // 2] = False
     clean = triton(given)
     dead = ~given["live"]
     given["x"][dead] = torch.nan
     assert same_bits(triton(given), clean)
     assert dead.any() and same_bits(clean[dead], torch.zeros_like(clean[dead]))
-    nobody = on_device(case.arguments(Batch((), dead=rows), WIDE, torch.bfloat16), "cuda")
+    nobody = on_device(case.arguments(Batch((), dead=rows), size, torch.bfloat16), "cuda")
     assert same_bits(triton(nobody), torch.zeros_like(clean))
 
 
@@ -211,17 +214,19 @@ def test_rows_of_nan_reach_no_other() -> None:
 
 @pytest.mark.parametrize("rows", (1, 4, 13, 29))
 @pytest.mark.parametrize("layout", ("transposed", "offset"))
-def test_memory_layout_changes_no_bit(layout: str, rows: int) -> None:
-    given = on_device(CASES_OF_EXPERTS[0].arguments(random_batch(rows, seed=3), WIDE, torch.bfloat16), "cuda")
+@ragged_and_whole
+def test_memory_layout_changes_no_bit(size: Size, layout: str, rows: int) -> None:
+    given = on_device(CASES_OF_EXPERTS[0].arguments(random_batch(rows, seed=3), size, torch.bfloat16), "cuda")
     x = given["x"]
     offset = x.new_empty(x.numel() + 1)[1:].view_as(x).copy_(x)
     other = x.t().contiguous().t() if layout == "transposed" else offset
     assert same_bits(triton(given | {"x": other}), triton(given))
 
 
-def test_nothing_waits() -> None:
+@ragged_and_whole
+def test_nothing_waits(size: Size) -> None:
     for rows in (1, 7, 29):
-        given = on_device(CASES_OF_EXPERTS[0].arguments(random_batch(rows, seed=3), MINI, torch.bfloat16), "cuda")
+        given = on_device(CASES_OF_EXPERTS[0].arguments(random_batch(rows, seed=3), size, torch.bfloat16), "cuda")
         triton(given)  # compiles
         with waits("error"):
             triton(given)

@@ -37,8 +37,7 @@ def candidates(rows: int) -> list[Narrow | Tile]:
     chosen, _ = choose_tiles(rows, 6, 384, whole=True)
     if isinstance(chosen, Narrow):
         return list(dict.fromkeys([chosen, *_narrow_candidates(chosen.rows)]))
-    table, _ = choose_tiles(rows, 6, 384, whole=False)
-    heights = {16: (16, 32), 32: (16, 32, 64), 64: (32, 64), 128: (64, 128)}[table.rows]
+    heights = {64: (32, 64), 128: (64, 128)}[chosen.rows]
     found: list[Narrow | Tile] = [TILES[height] for height in heights]
     for height in heights:
         launches = (
@@ -56,12 +55,12 @@ def candidates(rows: int) -> list[Narrow | Tile]:
 
 
 def _narrow_candidates(height: int) -> Iterator[Narrow]:
-    """As many programs at once as shared memory has room for."""
+    """As many programs at once as shared memory and registers have room for."""
     for rows in {8: (8, 16), 16: (8, 16, 32), 32: (16, 32)}[height]:
         for outputs, warps in ((32, 2), (64, 2), (64, 4), (128, 4), (128, 8)):
             for stages in (2, 3, 4, 6):
                 bytes_held = stages * (outputs * 136 + rows * 512)
-                for registers in (None, 80):
+                for registers in (None, 72, 80):
                     yield Narrow(
                         rows=rows,
                         outputs=outputs,

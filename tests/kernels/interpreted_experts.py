@@ -100,8 +100,8 @@ def compare_few(size: Size, name: str, batch: Batch) -> float:
 
 
 def check_gated(pairs: int, channels: int) -> None:
-    """``gate_pairs`` on what the products of a narrow tile would have written, to the bit; no row beyond the last pair
-    is touched."""
+    """``gate_pairs`` on what the products of a narrow tile would have written, to the bit but for single codes; no row
+    beyond the last pair is touched."""
     random = torch.Generator().manual_seed(pairs)
     parts = torch.randn(pairs + 3, 2, channels, generator=random).bfloat16() * 8
     weights = torch.rand(pairs + 3, 1, generator=random)

@@ -142,6 +142,7 @@ def test_few_rows_are_four_launches_that_fit(few_at_true_shapes: dict[int, list[
         check_that_it_fits(launched)
         assert [one.kernel for one in launched] == ["score_rows", "route", "gate_and_up_few", "down_and_sum"]
         fits_at_once(launched[2], expert_tiles.FEW.programs, f"{rows} rows")
+        assert expert_tiles.FEW.programs * launched[3].threads * launched[3].registers <= REGISTERS
 
 
 def test_as_many_programs_fit_at_once_as_the_table_says(at_true_shapes: dict[int, list[Launched]]) -> None:

@@ -199,9 +199,9 @@ def down_and_sum(
 ) -> None:
     """sums = w2 Q8(hidden), summed over a row's resident experts in the order of its choices; each rounded to BF16.
 
-    hidden as :func:`gate_and_up_few` gives it, chosen [R, top_k] int32, w2 [n, outputs, inputs / 8]
-    int32 -> sums [R, outputs] F32. A program takes a row and PLACES / SPLIT channels: rows that chose one expert read
-    its weights each for itself. Grid: tiles of channels, rows.
+    hidden as :func:`gate_and_up_few` gives it, chosen [R, top_k] int32, w2 [n, outputs, inputs / 8] int32 -> sums
+    [R, outputs] F32. A program takes a row and PLACES / SPLIT channels: rows that chose one expert read its weights
+    each for itself. Grid: tiles of channels, rows.
     """
     width: tl.constexpr = PLACES // SPLIT
     blocks: tl.constexpr = (inputs + BLOCK - 1) // BLOCK

@@ -5,8 +5,9 @@ Next to nothing is computed there, and what counts is how weights are asked for.
 others decode. Lines come to shared memory as they are and leave it in the order of the tensor cores' operand, so that
 nothing moves between threads after that. How codes are decoded: ``expert_products``.
 
-Places of a line in shared memory are permuted: eight lanes read two pieces of 64 bytes at once, of rows 2n and 2n + 1,
-and these must not meet in one bank.
+Eight lanes read two pieces of 64 bytes at once, of rows 2n and 2n + 1, and these must not meet in one bank: lines are
+permuted in shared memory. Gluon cannot call functions of Triton, so some lines of ``register_weights`` and
+``expert_products`` stand here once more.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, attr-defined"
@@ -30,8 +31,8 @@ _WORDS = gl.constexpr(32)
 
 
 @functools.cache
-def layouts(rows: int, outputs: int, warps: int) -> dict[str, Any]:
-    """Of a tile of ``outputs`` weight rows, a power of two from 16 for each warp on, and ``rows`` columns."""
+def layouts(outputs: int, warps: int) -> dict[str, Any]:
+    """Of a tile of ``outputs`` weight rows, a power of two from 16 for each warp on."""
     lanes = [[0, 0, 1, 0], [0, 0, 2, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]]
     beyond = [[1 << bit, 0, 0, 0] for bit in range(4, outputs.bit_length() - 1)]
     of_warps = warps.bit_length() - 1
@@ -50,6 +51,8 @@ def layouts(rows: int, outputs: int, warps: int) -> dict[str, Any]:
         block_bases=[],
         shape=[outputs, _WORDS.value],
     )
+    # Eight lines of 8 pieces of 16 bytes. A line stands at place s, its pieces at theirs xor s, so that no two lines
+    # have a piece in one bank; row 2n + 1 stands four places behind row 2n.
     pieces = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [2, 4], [4, 8], [1, 16]]
     return {
         "SUMS": gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[warps, 1], instr_shape=[16, 8]),
@@ -79,8 +82,6 @@ def multiply_narrow(
     top_k: gl.constexpr,
     inputs: gl.constexpr,
     outputs: gl.constexpr,
-    MATRICES: gl.constexpr,
-    BY_PLACE: gl.constexpr,
     ROWS: gl.constexpr,
     OUTPUTS: gl.constexpr,
     STAGES: gl.constexpr,
@@ -96,10 +97,13 @@ def multiply_narrow(
     """results = w x by one or two matrices, OUTPUTS channels of a tile of pairs and of one matrix at a time.
 
     Matrices [n, outputs, inputs / 8] int32 and their scales [n, outputs, inputs / 128] int32, multiples of 128 both.
-    order, tiles and tile_count as ``place_pairs`` gives them. With BY_PLACE x [P, inputs] BF16 has a row for each place
-    of ``order`` and results [R x top_k, MATRICES, outputs] BF16 one for each pair; else x has a row for each row of the
-    step and results one for each place. x in fragment order, x 2^64 (``expert_routing``).
+    order, tiles and tile_count as ``place_pairs`` gives them. Of two matrices x [R, inputs] BF16 has a row for each row
+    of the step, which is chosen top_k times, and results [P, 2, outputs] BF16 one for each place of ``order``; of one
+    (the second is None) x [P, inputs] has a row for each place and results [R x top_k, outputs] one for each pair. x in
+    fragment order, x 2^64 (``expert_routing``).
     """
+    both: gl.constexpr = w_second is not None
+    matrices: gl.constexpr = 2 if both else 1
     held = gl.allocate_shared_memory(gl.int32, [STAGES, OUTPUTS, _WORDS], LINES)
     held_scales = gl.allocate_shared_memory(
         gl.int32, [STAGES, OUTPUTS, 2], gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[1, 0])
@@ -110,10 +114,10 @@ def multiply_narrow(
     buffers = (held, held_scales, held_rows)
     channel_tiles: gl.constexpr = outputs // OUTPUTS
     steps: gl.constexpr = (inputs + STEP - 1) // STEP
-    tasks = gl.load(tile_count) * (channel_tiles * MATRICES)
+    tasks = gl.load(tile_count) * (channel_tiles * matrices)
     for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
-        number = task // (channel_tiles * MATRICES)
-        within = task - number * (channel_tiles * MATRICES)
+        number = task // (channel_tiles * matrices)
+        within = task - number * (channel_tiles * matrices)
         matrix = within // channel_tiles
         first = (within - matrix * channel_tiles) * OUTPUTS
         expert = gl.load(tiles + number * 3).to(gl.int64)
@@ -121,15 +125,16 @@ def multiply_narrow(
         end = gl.load(tiles + number * 3 + 2)
         weights = w_first
         scales = s_first
-        if matrix > 0:
-            weights = w_second
-            scales = s_second
+        if both:  # noqa: SIM102 (known when it is compiled, so that the other branch is never read)
+            if matrix > 0:
+                weights = w_second
+                scales = s_second
         weights += (expert * outputs + first) * (inputs // 8)
         scales += (expert * outputs + first) * (inputs // BLOCK)
         sources = (
             _at(weights, inputs // 8, OUTPUTS, _WORDS, COPIED_LINES),
             _at(scales, inputs // BLOCK, OUTPUTS, 2, COPIED_SCALES),
-            _rows_at(x, order, start, end, top_k, inputs, BY_PLACE, ROWS, COPIED_ROWS),
+            _rows_at(x, order, start, end, top_k, inputs, both, ROWS, COPIED_ROWS),
         )
         there = start + gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, COPIED_ROWS)), 1) < end
         total = gl.zeros([OUTPUTS, ROWS], gl.float32, SUMS)
@@ -149,9 +154,9 @@ def multiply_narrow(
         place = start + gl.arange(0, ROWS, gl.SliceLayout(0, WRITTEN))
         channel = first + gl.arange(0, OUTPUTS, gl.SliceLayout(1, WRITTEN))
         row = place
-        if BY_PLACE:
+        if not both:
             row = gl.load(order + place, mask=place < end, other=0)
-        at = gl.expand_dims(row.to(gl.int64) * (outputs * MATRICES) + matrix * outputs, 0) + gl.expand_dims(channel, 1)
+        at = gl.expand_dims(row.to(gl.int64) * (outputs * matrices) + matrix * outputs, 0) + gl.expand_dims(channel, 1)
         values = gl.convert_layout(total.to(gl.bfloat16), WRITTEN)
         gl.store(results + at, values, mask=gl.expand_dims(place < end, 0))
 
@@ -172,13 +177,13 @@ def _rows_at(
     end,
     top_k: gl.constexpr,
     inputs: gl.constexpr,
-    BY_PLACE: gl.constexpr,
+    both: gl.constexpr,
     ROWS: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
     """Pointers to the first inputs of a tile's rows: [ROWS, STEP]."""
     row = start + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    if not BY_PLACE:
+    if both:
         row = gl.load(order + row, mask=row < end, other=0) // top_k
     column = gl.arange(0, STEP, gl.SliceLayout(0, LAYOUT))
     return x + (gl.expand_dims(row.to(gl.int64) * inputs, 1) + gl.expand_dims(column, 0))

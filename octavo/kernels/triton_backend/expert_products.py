@@ -269,8 +269,9 @@ def gate_pairs(
     """hidden = Q8(weight x silu(gate) x up): the end of :func:`gate_and_up` for products that were written.
 
     parts [P, 2, channels] BF16: gate and up of each place of ``pairs``; tiles and tile_count as ``place_pairs`` gives
-    them, weights [R, top_k] F32. hidden [P, channels] BF16 in fragment order, x 2^64; channels a multiple of 128. One
-    row after the other and COLUMNS channels a program.
+    them without tails, so that the last tile ends at the last resident pair; weights [R, top_k] F32. hidden
+    [P, channels] BF16 in fragment order, x 2^64; channels a multiple of 128. One row after the other and COLUMNS
+    channels a program.
     """
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     width = tl.full([1], channels, tl.int64)

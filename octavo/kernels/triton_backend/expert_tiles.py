@@ -89,7 +89,7 @@ class Narrow:
 
 NARROW = (
     (0.125, Narrow(rows=8, outputs=32, warps=2, stages=4, programs=6)),
-    (4, Narrow(rows=8, outputs=64, warps=4, stages=2, programs=7, registers=80)),
+    (4, Narrow(rows=8, outputs=64, warps=4, stages=2, programs=7, registers=72)),
     (16, Narrow(rows=16, outputs=64, warps=2, stages=2, programs=6)),
     (40, Narrow(rows=32, outputs=128, warps=4, stages=2, programs=3)),
 )
@@ -114,7 +114,7 @@ class FewRows:
 PLACES = 64
 """Weight rows of a tile: channels times parts. 16 for each of four warps."""
 FEW = Launch(warps=4, stages=3, programs=3)
-"""Of all products of a few rows."""
+"""Of the products of a few rows; that of ``down_and_sum`` has a program for each tile, however many fit."""
 FEW_ROWS = (
     FewRows(rows=1, gate_and_up=8, down=4),
     FewRows(rows=4, gate_and_up=4, down=4),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -113,7 +113,21 @@ class Work:
     """Numbers of pairs, those of the first resident expert first: [P] int32; nothing beyond the resident ones."""
     parts: list[tuple[Narrow | Tile, Tensor, Tensor]]
     """How a tile runs, table of tiles [n, 3] int32 (expert, first place in ``order``, place after the last), and how
-    many there are: [1] int32."""
+    many there are: [1] int32. A narrow tile stands alone."""
+
+    def narrow(self) -> tuple[Narrow, Tensor, Tensor] | None:
+        """The only part if its tile is narrow."""
+        form, table, count = self.parts[0]
+        if not isinstance(form, Narrow):
+            return None
+        assert len(self.parts) == 1, "a narrow tile has no tails"
+        return form, table, count
+
+    def wide(self) -> Iterator[tuple[Tile, Tensor, Tensor]]:
+        """All parts if none is narrow."""
+        for form, table, count in self.parts:
+            assert isinstance(form, Tile)
+            yield form, table, count
 
 
 def round_inputs(x: Tensor, resident: int) -> tuple[Tensor, Tensor]:
@@ -248,12 +262,12 @@ def multiply_gate_and_up(
 
     rounded as :func:`round_inputs` gives it, weights [R, top_k] F32; matrices [n, I, D/2] packed, scales [n, I, D/32].
     """
+    if (narrow := work.narrow()) is not None:
+        return multiply_gate_and_up_narrow(*narrow, rounded, weights, work.order, w1, s1, w3, s3, limit)
     inner, channels = w1.shape[1], 2 * w1.shape[2]
     padded = padded_width(inner)
     hidden = rounded.new_empty(work.order.shape[0], padded)
-    for tile, table, count in work.parts:
-        if isinstance(tile, Narrow):
-            return multiply_gate_and_up_narrow(tile, rounded, weights, work.order, table, count, w1, s1, w3, s3, limit)
+    for tile, table, count in work.wide():
         launch = tile.gate_and_up
         gate_and_up[programs(launch.programs, table.shape[0] * (padded // BLOCK.value), hidden.device)](
             rounded,
@@ -285,11 +299,11 @@ def multiply_down(hidden: Tensor, work: Work, w2: Tensor, s2: Tensor) -> Tensor:
 
     hidden as :func:`multiply_gate_and_up` gives it; w2 [n, D, I/2] packed, scales [n, D, I/32].
     """
+    if (narrow := work.narrow()) is not None:
+        return multiply_down_narrow(*narrow, hidden, work.order, w2, s2)
     channels, inner = w2.shape[1], 2 * w2.shape[2]
     results = hidden.new_empty(hidden.shape[0], channels)
-    for tile, table, count in work.parts:
-        if isinstance(tile, Narrow):
-            return multiply_down_narrow(tile, hidden, work.order, table, count, w2, s2)
+    for tile, table, count in work.wide():
         launch = tile.down
         down[programs(launch.programs, table.shape[0] * triton.cdiv(channels, tile.outputs), hidden.device)](
             hidden,
