@@ -115,8 +115,8 @@ def prefill(
     """Measure prefill steps as an engine runs them, against the floor of an H200: in all, and by component.
 
     Also launches, breaks, idle time of the GPU inside graphs, and what captures take. The floor counts what each
-    component must move and multiply at the datasheet's rates. --graphs, --buckets, --max-requests, --dump-dir and
-    --ranks do not apply.
+    component must move and multiply at the datasheet's rates, of the experts those that rows of the step chose.
+    --graphs, --buckets, --max-requests, --dump-dir and --ranks do not apply.
     """
     _measure_steps("prefill", engine, rows, contexts, ways, baselines, repeat, json_file, plot)
 

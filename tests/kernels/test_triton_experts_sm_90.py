@@ -13,7 +13,7 @@ from torch import Tensor
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton")
 if find_spec("triton") is not None:
-    from octavo.kernels.triton_backend import expert_tiles, experts
+    from octavo.kernels.triton_backend import expert_narrow, expert_tiles, experts
     from octavo.kernels.triton_backend.expert_tiles import (
         FEW_ROWS,
         MOST_SCORED,
@@ -181,6 +181,15 @@ def test_narrow_tiles_read_whole_lines_and_move_nothing_between_threads(
                 assert {"LDGSTS.E.BYPASS.128", "LDS.128"} <= names_in, f"{what}: {sorted(names_in)}"
                 products = sum("HMMA" in line for line in loop)
                 assert products == 16 * (tile.rows // 8) * (tile.outputs // (16 * tile.warps)), what
+
+
+@pytest.mark.parametrize(("hidden", "inner"), [(5120, 2272), (160, 256)])
+def test_narrow_tiles_refuse_widths_that_are_not_whole(hidden: int, inner: int) -> None:
+    """Else channels would stay unwritten."""
+    form, tiles, order = NARROW[0][1], empty(4, 3, dtype=torch.int32), empty(6, dtype=torch.int32)
+    given = form, tiles, tiles[0, :1], empty(6, inner, dtype=torch.bfloat16), order
+    with pytest.raises(ValueError, match=rf"{inner} inputs and {hidden} outputs: allowed are multiples of 128"):
+        expert_narrow.multiply_down_narrow(*given, empty(4, hidden, inner // 2), empty(4, hidden, inner // 32))
 
 
 def test_weights_go_from_registers_to_tensor_cores(

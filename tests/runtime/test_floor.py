@@ -11,7 +11,7 @@ from octavo.model.config import TextConfig
 from octavo.model.layout import expected_tensors
 from octavo.model.presets import cut_layers, released
 from octavo.runtime.bench_kernels.case import FP8_PER_SECOND
-from octavo.runtime.floor import Component, Floor, StepShape, step_floor
+from octavo.runtime.floor import Component, Floor, Routing, StepShape, step_floor
 from octavo.runtime.pools import Storage
 
 TEXT = released().text_config
@@ -81,6 +81,11 @@ def test_experts_that_somebody_chose() -> None:
         for rows in (128, 8192)
     )
     assert few == pytest.approx(332.8 * 18.80e6, rel=1e-3) and many == pytest.approx(7.219e9, rel=1e-4)
+
+
+def test_routing_of_other_layers_is_refused() -> None:
+    with pytest.raises(ValueError, match="routing of 3 layers, of a model of 40"):
+        step_floor(TEXT, StepShape(rows=4), routed=[Routing(24, 20)] * 3)
 
 
 def test_the_share_of_one_gpu_among_eight() -> None:

@@ -30,18 +30,15 @@ COLUMNS = tl.constexpr(16)
 @triton.jit
 def diagonal(total: tl.tensor, SPLIT: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
     """[SPLIT x N, SPLIT x ROWS x copies] F32 -> [N, ROWS]: the sum of the blocks on the diagonal, one copy of each."""
-    if SPLIT == 1:
-        return total
-    else:
-        outputs: tl.constexpr = total.shape[0] // SPLIT
-        copies: tl.constexpr = total.shape[1] // (SPLIT * ROWS)
-        column = tl.arange(0, total.shape[1])
-        wanted = (tl.arange(0, total.shape[0]) // outputs)[:, None] == (column // (ROWS * copies))[None, :]
-        if copies > 1:
-            wanted = wanted & (column % copies == 0)[None, :]
-        # A choice, not a product with zero: NaN of one row's inputs stays in its columns.
-        kept = tl.reshape(tl.where(wanted, total, 0.0), [SPLIT, outputs, SPLIT, ROWS, copies])
-        return tl.sum(tl.sum(tl.sum(kept, axis=4), axis=2), axis=0)
+    outputs: tl.constexpr = total.shape[0] // SPLIT
+    copies: tl.constexpr = total.shape[1] // (SPLIT * ROWS)
+    column = tl.arange(0, total.shape[1])
+    wanted = (tl.arange(0, total.shape[0]) // outputs)[:, None] == (column // (ROWS * copies))[None, :]
+    if copies > 1:
+        wanted = wanted & (column % copies == 0)[None, :]
+    # A choice, not a product with zero: NaN of one row's inputs stays in its columns.
+    kept = tl.reshape(tl.where(wanted, total, 0.0), [SPLIT, outputs, SPLIT, ROWS, copies])
+    return tl.sum(tl.sum(tl.sum(kept, axis=4), axis=2), axis=0)
 
 
 @triton.jit
@@ -249,7 +246,4 @@ def _copied(x: tl.tensor) -> tl.tensor:
     """[N, 128] -> [16, 128]: each row so often that there are as many as a tile has columns."""
     rows: tl.constexpr = x.shape[0]
     copies: tl.constexpr = COLUMNS // rows
-    if copies == 1:
-        return x
-    else:
-        return tl.reshape(tl.broadcast_to(x[:, None, :], [rows, copies, BLOCK]), [COLUMNS, BLOCK])
+    return tl.reshape(tl.broadcast_to(x[:, None, :], [rows, copies, BLOCK]), [COLUMNS, BLOCK])
