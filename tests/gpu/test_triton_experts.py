@@ -22,7 +22,8 @@ from tests.kernels.torch_calls import on_device
 
 if torch.cuda.is_available():  # elsewhere these tests are skipped, and the backend is not to be registered
     from octavo.kernels.triton_backend import experts as steps
-    from octavo.kernels.triton_backend.expert_tiles import NARROW, TILES, Narrow, Tile
+    from octavo.kernels.triton_backend.expert_tiles import NARROW, TILES, WIDE_TILES, Narrow, Tile, Wide
+    from octavo.kernels.triton_backend.expert_wide import round_pairs_in_order
     from tests.kernels.interpreted_experts import check_order, in_channel_order
 
 CASES_OF_EXPERTS = [case for case in CASES if case.operator is kernels.experts]
@@ -33,8 +34,9 @@ EVEN = dataclasses.replace(WIDE, name="even", hidden=512, inner=256)
 every_size = pytest.mark.parametrize("size", (MINI, WIDE, ODD, EVEN), ids=lambda size: size.name)
 ragged_and_whole = pytest.mark.parametrize("size", (WIDE, EVEN), ids=lambda size: size.name)
 every_tile = pytest.mark.parametrize("tile_rows", (16, 32, 64, 128))
-every_narrow_tile = pytest.mark.parametrize("number", range(4))
-"""Of the table, whose length ``test_triton_experts_sm_90`` holds."""
+every_narrow_tile = pytest.mark.parametrize("number", range(3))
+every_wide_tile = pytest.mark.parametrize("number", range(2))
+"""Of the tables, whose length ``test_triton_experts_sm_90`` holds."""
 
 
 def test_rounding_is_the_references_to_the_bit() -> None:
@@ -93,23 +95,27 @@ def test_few_rows_are_rounded_and_scored_at_once(hidden: int, experts: int) -> N
 
 @every_tile
 def test_the_order_holds_every_pair_once(tile_rows: int) -> None:
-    tile = TILES[tile_rows]
-    order_is_right(tile, TILES[tile.rows // 4] if tile.rows >= 64 else None)
+    order_is_right(TILES[tile_rows])
 
 
 @every_narrow_tile
 def test_the_order_of_narrow_tiles_too(number: int) -> None:
-    order_is_right(NARROW[number][1], None)
+    order_is_right(NARROW[number][1])
 
 
-def order_is_right(tile: Narrow | Tile, tail: Tile | None) -> None:
+@every_wide_tile
+def test_the_order_of_wide_tiles_too(number: int) -> None:
+    order_is_right(WIDE_TILES[number][1])
+
+
+def order_is_right(tile: Narrow | Wide | Tile) -> None:
     random = torch.Generator("cuda").manual_seed(2)
     for rows, resident in ((1, 1), (1, 384), (77, 3), (1000, 48), (5000, 7)):
         chosen = torch.randint(-1, resident, (rows, 6), device="cuda", generator=random, dtype=torch.int32)
         counts = torch.stack([(chosen == e).sum() for e in range(resident)]).int()
-        work = steps.place(chosen, counts, tile, tail)
-        work = steps.Work(work.order.cpu(), [(part, table.cpu(), count.cpu()) for part, table, count in work.parts])
-        check_order(work, chosen.cpu().long(), tile, tail)
+        work = steps.place(chosen, counts, tile)
+        work = steps.Work(tile, work.order.cpu(), work.tiles.cpu(), work.totals.cpu())
+        check_order(work, chosen.cpu().long())
 
 
 @every_case
@@ -124,24 +130,28 @@ def test_the_device_is_near_the_reference_of_the_host(case: Case, size: Size) ->
 @every_tile
 @every_size
 def test_every_tile_is_near_the_reference_of_the_host(tile_rows: int, size: Size) -> None:
-    """Whatever the table would choose, with and without small tiles for what is left."""
-    tile = TILES[tile_rows]
-    case = next(case for case in CASES_OF_EXPERTS if case.name == "experts_all")
-    for tail in [None, *(small for small in TILES.values() if small.rows < tile.rows)]:
-        host = case.arguments(random_batch(300, seed=8), size, torch.bfloat16)
-        actual = in_tiles(on_device(host, "cuda"), size.experts, tile, tail).cpu()
-        what = f"tails of {tail.rows if tail else 0}"
-        assert_near("experts", Outcome((actual,), {}), call(case.operator, host), what)
+    """Whatever the table would choose."""
+    is_near_the_reference(TILES[tile_rows], size, 300)
 
 
 @every_narrow_tile
 @pytest.mark.parametrize("size", (ODD, EVEN), ids=lambda size: size.name)
 def test_every_narrow_tile_is_near_the_reference_of_the_host(number: int, size: Size) -> None:
-    case = next(case for case in CASES_OF_EXPERTS if case.name == "experts_all")
     for rows in (1, 50, 300):
-        host = case.arguments(random_batch(rows, seed=8), size, torch.bfloat16)
-        actual = in_tiles(on_device(host, "cuda"), size.experts, NARROW[number][1], None).cpu()
-        assert_near("experts", Outcome((actual,), {}), call(case.operator, host), f"{rows} rows")
+        is_near_the_reference(NARROW[number][1], size, rows)
+
+
+@every_wide_tile
+def test_wide_tiles_are_near_the_reference_of_the_host(number: int) -> None:
+    for rows in (1, 50, 300, 700):
+        is_near_the_reference(WIDE_TILES[number][1], EVEN, rows)
+
+
+def is_near_the_reference(tile: Narrow | Wide | Tile, size: Size, rows: int) -> None:
+    case = next(case for case in CASES_OF_EXPERTS if case.name == "experts_all")
+    host = case.arguments(random_batch(rows, seed=8), size, torch.bfloat16)
+    actual = in_tiles(on_device(host, "cuda"), size.experts, tile).cpu()
+    assert_near("experts", Outcome((actual,), {}), call(case.operator, host), f"{rows} rows")
 
 
 @every_narrow_tile
@@ -149,17 +159,31 @@ def test_narrow_tiles_have_the_bits_of_others_at_true_shapes(number: int) -> Non
     """Products are summed in the same order, sixteen inputs at a time."""
     for rows in (3, 70, 700):
         given = true_shapes(rows, resident=48)
-        narrow = in_tiles(given, 48, NARROW[number][1], None)
-        assert same_bits(narrow, in_tiles(given, 48, TILES[16], None)), f"{rows} rows"
+        narrow = in_tiles(given, 48, NARROW[number][1])
+        assert same_bits(narrow, in_tiles(given, 48, TILES[16])), f"{rows} rows"
 
 
-def in_tiles(given: Arguments, resident: int, tile: Narrow | Tile, tail: Tile | None) -> Tensor:
+@every_wide_tile
+def test_wide_tiles_have_the_bits_of_others_at_true_shapes(number: int) -> None:
+    """In every width that a tile has; the second time three experts have nearly all rows, and many tiles."""
+    for rows in (3, 700, 3000, 5000, 9000):
+        given = true_shapes(rows, resident=48)
+        for crowded in (False, True):
+            if crowded:
+                given["bias"][:3] += 0.5
+            wide = in_tiles(given, 48, WIDE_TILES[number][1])
+            assert same_bits(wide, in_tiles(given, 48, TILES[64])), f"{rows} rows"
+
+
+def in_tiles(given: Arguments, resident: int, tile: Narrow | Wide | Tile) -> Tensor:
     """The operator with other tiles than the table would choose."""
     rounded, counts = steps.round_inputs(given["x"], resident)
     routing = given["live"], given["image"], given["bias"], given["bias_vl"]
     logits = f32_product(given["x"], given["gate"])
     chosen, weights = steps.choose(logits, *routing, counts, 0, given["top_k"], 1.5)
-    work = steps.place(chosen, counts, tile, tail)
+    work = steps.place(chosen, counts, tile)
+    if isinstance(tile, Wide):
+        rounded = round_pairs_in_order(given["x"], work.order, work.totals)
     matrices = given["w1"], given["s1"], given["w3"], given["s3"]
     hidden = steps.multiply_gate_and_up(rounded, weights, work, *matrices, given["limit"])
     return steps.sum_results(chosen, steps.multiply_down(hidden, work, given["w2"], given["s2"]))
@@ -185,7 +209,7 @@ def test_true_shapes_are_near_the_torch_backend(rows: int) -> None:
 
 @every_case
 @ragged_and_whole
-@pytest.mark.parametrize("rows", (4, 7, 13, 29))
+@pytest.mark.parametrize("rows", (4, 7, 13, 29, 200))
 def test_dead_rows_are_zero_and_reach_nothing(case: Case, size: Size, rows: int) -> None:
     batch = random_batch(rows, seed=3)
     given = on_device(case.arguments(batch, size, torch.bfloat16), "cuda")
@@ -201,7 +225,7 @@ def test_dead_rows_are_zero_and_reach_nothing(case: Case, size: Size, rows: int)
 
 def test_rows_of_nan_reach_no_other() -> None:
     """Live ones, among rows that chose the same experts: as many columns of a tile as there are rows, and parts."""
-    for rows in (2, 4, 8, 16, 29):
+    for rows in (2, 4, 8, 16, 29, 1500):
         given = true_shapes(rows, resident=48)
         given["live"].fill_(True)
         given["bias"][:4] += 5.0
@@ -232,7 +256,7 @@ def test_nothing_waits(size: Size) -> None:
             triton(given)
 
 
-@pytest.mark.parametrize("rows", (2, 16, 257))
+@pytest.mark.parametrize("rows", (2, 16, 257, 1500))
 def test_replay_on_other_inputs_equals_eager(rows: int) -> None:
     """To the bit: rows, routes, dead rows and weights change between replays; calls repeat themselves."""
     static = true_shapes(rows, resident=16)

@@ -21,37 +21,25 @@ from torch import Tensor
 
 from octavo.kernels.torch_backend.f32_product import f32_product
 from octavo.kernels.triton_backend import experts as steps
-from octavo.kernels.triton_backend.expert_tiles import TILES, Launch, Narrow, Tile, choose_tiles
+from octavo.kernels.triton_backend.expert_tiles import WIDE_TILES, Narrow, Tile, Wide, choose_tiles
+from octavo.kernels.triton_backend.expert_wide import round_pairs_in_order
 from tests.gpu.test_triton_experts import true_shapes
 from tests.kernels.cases import Arguments
 from tests.kernels.compiled_launches import launches_compiled
 
 RESIDENT = 48
+WIDTHS = 5120, 2304
 REPEATS = 12
 WEIGHTS = 3
 """Sets of weights in turn, 0.9 GB each: none waits in a cache."""
 
 
-def candidates(rows: int) -> list[Narrow | Tile]:
+def candidates(rows: int) -> list[Narrow | Wide]:
     """Tiles of about the height of the table's, both products cut in the same way; some will not fit."""
-    chosen, _ = choose_tiles(rows, 6, 384, whole=True)
-    if isinstance(chosen, Narrow):
-        return list(dict.fromkeys([chosen, *_narrow_candidates(chosen.rows)]))
-    heights = {64: (32, 64), 128: (64, 128)}[chosen.rows]
-    found: list[Narrow | Tile] = [TILES[height] for height in heights]
-    for height in heights:
-        launches = (
-            [Launch(warps=8, blocks=2, stages=s, programs=2, registers=128) for s in (2, 3)]
-            + [Launch(warps=8, stages=s, programs=2, registers=128) for s in (4, 5)]
-            + [Launch(warps=4, stages=s, programs=p, registers=r) for s, p, r in ((3, 3, 168), (4, 2, None))]
-            if height <= 32
-            else [Launch(warps=8, stages=s, programs=1) for s in (3, 4, 6)]
-            + [Launch(warps=8, blocks=2, stages=3, programs=1)]
-        )
-        for launch in launches:
-            for outputs in (128, 256):
-                found.append(Tile(rows=height, gate_and_up=launch, down=launch, outputs=outputs))
-    return list(dict.fromkeys(found))
+    chosen = choose_tiles(rows, 6, 384, WIDTHS)
+    assert not isinstance(chosen, Tile), "true widths are whole"
+    height = chosen.rows if isinstance(chosen, Narrow) else 32
+    return list(dict.fromkeys([chosen, *(wide for _, wide in WIDE_TILES), *_narrow_candidates(height)]))
 
 
 def _narrow_candidates(height: int) -> Iterator[Narrow]:
@@ -71,21 +59,17 @@ def _narrow_candidates(height: int) -> Iterator[Narrow]:
                     )
 
 
-def tails(tile: Narrow | Tile) -> list[Tile | None]:
-    return [None, *(TILES[rows] for rows in (16, 32) if isinstance(tile, Tile) and tile.rows >= 64)]
-
-
-def compile_one(rows: int, tile: Narrow | Tile) -> str:
+def compile_one(rows: int, tile: Narrow | Wide) -> str:
     """In a process without the device; what it compiles stays in Triton's cache."""
     given = {"w1": (2304, 2560), "s1": (2304, 160), "w3": (2304, 2560), "s3": (2304, 160)}
     matrices = {name: torch.empty(RESIDENT, *shape, dtype=torch.uint8) for name, shape in given.items()}
     w2 = torch.empty(RESIDENT, 5120, 1152, dtype=torch.uint8)
     s2 = torch.empty(RESIDENT, 5120, 72, dtype=torch.uint8)
-    table, count = torch.empty(RESIDENT, 3, dtype=torch.int32), torch.empty(1, dtype=torch.int32)
-    work = steps.Work(torch.empty(rows * 6, dtype=torch.int32), [(tile, table, count)])
+    order, tiles, totals = (torch.empty(*shape, dtype=torch.int32) for shape in ((rows * 6,), (RESIDENT, 3), (2,)))
+    work = steps.Work(tile, order, tiles, totals)
     with launches_compiled() as launched:
         try:
-            rounded, weights = torch.empty(rows, 5120, dtype=torch.bfloat16), torch.empty(rows, 6)
+            rounded, weights = torch.empty(rows * 6, 5120, dtype=torch.bfloat16), torch.empty(rows, 6)
             hidden = steps.multiply_gate_and_up(rounded, weights, work, **matrices, limit=10.0)
             steps.multiply_down(hidden, work, w2, s2)
         except Exception as error:
@@ -118,33 +102,28 @@ def tune(rows: int) -> None:
     chosen, weights = steps.choose(f32_product(given["x"], given["gate"]), *routing, counts, 0, 6, 1.5)
     pairs = int((chosen >= 0).sum())
     bytes_read = int((counts > 0).sum()) * 2304 * 5120 * (0.5 + 1 / 32)
-    chosen_tile, chosen_tail = choose_tiles(rows, 6, 384, whole=True)
+    table = choose_tiles(rows, 6, 384, WIDTHS)
     print(f"{rows} rows, {pairs} pairs here, {int(counts.max())} of one expert at most")
     for product, matrices in (("gate_and_up", 2), ("down", 1)):
-        times: list[tuple[float, Narrow | Tile, Tile | None]] = []
-        for tile, tail in _different(product, rows):
-            work = steps.place(chosen, counts, tile, tail)
+        times: list[tuple[float, Narrow | Wide]] = []
+        for tile in candidates(rows):
+            work = steps.place(chosen, counts, tile)
             hidden = rounded.new_zeros(rows * 6, 2304)
+            ordered = isinstance(tile, Wide)
+            given_rows = round_pairs_in_order(given["x"], work.order, work.totals) if ordered else rounded
             try:
-                times.append((timed(_product(product, rounded, weights, work, hidden, sets)), tile, tail))
+                times.append((timed(_product(product, given_rows, weights, work, hidden, sets)), tile))
             except Exception as error:
-                print(f"  {product} {_name(product, tile, tail)}: {type(error).__name__}: {str(error)[:90]}")
+                print(f"  {product} {tile}: {type(error).__name__}: {str(error)[:90]}")
         times.sort(key=lambda entry: entry[0])
-        for number, (seconds, tile, tail) in enumerate(times):
-            mine = _name(product, tile, tail) == _name(product, chosen_tile, chosen_tail)
-            if number < 4 or mine:
+        for number, (seconds, tile) in enumerate(times):
+            if number < 4 or tile == table:
                 print(
-                    f"{'*' if mine else ' '} {product} {seconds * 1e6:7.1f} us "
+                    f"{'*' if tile == table else ' '} {product} {seconds * 1e6:7.1f} us "
                     f"{matrices * bytes_read / seconds / 1e12:5.2f} TB/s "
-                    f"{2 * matrices * pairs * 5120 * 2304 / seconds / 1e12:5.0f} TFLOP/s  {_name(product, tile, tail)}",
+                    f"{2 * matrices * pairs * 5120 * 2304 / seconds / 1e12:5.0f} TFLOP/s  {tile}",
                     flush=True,
                 )
-
-
-def _different(product: str, rows: int) -> list[tuple[Narrow | Tile, Tile | None]]:
-    """Candidates that differ in this product."""
-    pairs = [(tile, tail) for tile in candidates(rows) for tail in tails(tile)]
-    return list({_name(product, tile, tail): (tile, tail) for tile, tail in pairs}.values())
 
 
 def _product(
@@ -172,20 +151,6 @@ def timed(call: Callable[[int], object]) -> float:
     torch.cuda.synchronize()
     milliseconds: list[float] = [before.elapsed_time(after) for before, after in events]
     return statistics.median(milliseconds) / 1e3
-
-
-def _name(product: str, tile: Narrow | Tile, tail: Tile | None) -> str:
-    if isinstance(tile, Narrow):
-        return (
-            f"narrow, {tile.rows} rows outputs {tile.outputs} warps {tile.warps} stages {tile.stages} "
-            f"programs {tile.programs} registers {tile.registers}"
-        )
-    launch = tile.down if product == "down" else tile.gate_and_up
-    outputs = f" outputs {tile.outputs}" if product == "down" else ""
-    return (
-        f"{tile.rows}+{tail.rows if tail else 0} rows{outputs} warps {launch.warps} blocks {launch.blocks} "
-        f"stages {launch.stages} programs {launch.programs} registers {launch.registers}"
-    )
 
 
 if __name__ == "__main__":

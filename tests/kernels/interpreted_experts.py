@@ -27,7 +27,9 @@ from octavo.kernels.triton_backend import (
     expert_routing,
     experts,
 )
-from octavo.kernels.triton_backend.expert_tiles import Launch, Narrow, Tile, choose_few
+from octavo.kernels.triton_backend.expert_tiles import WIDE_TILES, Launch, Tile, Wide, choose_few
+from octavo.kernels.triton_backend.expert_wide import round_pairs_in_order
+from octavo.kernels.triton_backend.expert_wide_kernel import MORE
 from tests.kernels.batches import Batch, Request, random_batch
 from tests.kernels.cases import CASES, Arguments
 from tests.kernels.draw import MINI, WIDE, Size
@@ -45,15 +47,15 @@ _LARGE = Tile(rows=32, gate_and_up=_WIDE_LAUNCH, down=_WIDE_LAUNCH, outputs=256)
 
 def main(long_form: bool) -> None:
     replace_what_the_interpreter_lacks()
-    for size, name, batch, tile, tail in (
-        (MINI, "experts_all", random_batch(1, seed=1), _SMALL, None),
-        (MINI, "experts_all", random_batch(29, seed=3), _SMALL, None),
-        (MINI, "experts_of_one_rank", random_batch(77, seed=5), _LARGE, _SMALL),
-        (MINI, "experts_all", Batch((), dead=9), _LARGE, _SMALL),
-        (WIDE, "experts_of_one_rank", random_batch(11, seed=4), _LARGE, None),
-        *(((WIDE, "experts_all", random_batch(96, seed=7), _LARGE, _SMALL),) if long_form else ()),
+    for size, name, batch, tile in (
+        (MINI, "experts_all", random_batch(1, seed=1), _SMALL),
+        (MINI, "experts_all", random_batch(29, seed=3), _SMALL),
+        (MINI, "experts_of_one_rank", random_batch(77, seed=5), _LARGE),
+        (MINI, "experts_all", Batch((), dead=9), _LARGE),
+        (WIDE, "experts_of_one_rank", random_batch(11, seed=4), _LARGE),
+        *(((WIDE, "experts_all", random_batch(96, seed=7), _LARGE),) if long_form else ()),
     ):
-        error = compare(size, name, batch, tile, tail)
+        error = compare(size, name, batch, tile)
         print(f"{size.name} {name}, {batch.rows} rows, tiles of {tile.rows}: {error:.1e}", flush=True)
     for size, name, batch in (
         (MINI, "experts_all", random_batch(1, seed=1)),
@@ -62,11 +64,15 @@ def main(long_form: bool) -> None:
         *((WIDE, "experts_all", random_batch(rows, seed=7)) for rows in ((1, 3, 4) if long_form else ())),
     ):
         print(f"{size.name} {name}, {batch.rows} rows, few: {compare_few(size, name, batch):.1e}", flush=True)
-    check_gated(7, 384)
+    check_gated(7, 384, 1)
+    check_gated(7, 384, 4)
+    for rows in (70, 500, 1100):
+        for _, tile in WIDE_TILES:
+            check_wide_order(tile, rows)
     check_ties(Batch((Request(0, 0, 5),)))
 
 
-def compare(size: Size, name: str, batch: Batch, tile: Tile, tail: Tile | None) -> float:
+def compare(size: Size, name: str, batch: Batch, tile: Tile) -> float:
     """The largest relative error of a row; raises where a step before the products differs at all."""
     given, logits, local = draw_and_route(size, name, batch)
     resident = given["w1"].shape[0]
@@ -74,8 +80,8 @@ def compare(size: Size, name: str, batch: Batch, tile: Tile, tail: Tile | None) 
     check_rounded(rounded, given, size)
     chosen, weights = check_choice(logits, given, local, counts, True)
     assert torch.equal(counts.long(), torch.bincount(local[local >= 0], minlength=resident))
-    work = experts.place(chosen, counts, tile, tail)
-    check_order(work, local, tile, tail)
+    work = experts.place(chosen, counts, tile)
+    check_order(work, local)
     hidden = experts.multiply_gate_and_up(
         rounded, weights, work, given["w1"], given["s1"], given["w3"], given["s3"], given["limit"]
     )
@@ -99,18 +105,31 @@ def compare_few(size: Size, name: str, batch: Batch) -> float:
     return error_of(expert_few.multiply_down_and_sum(form, hidden, chosen, given["w2"], given["s2"]), given)
 
 
-def check_gated(pairs: int, channels: int) -> None:
-    """``gate_pairs`` on what the products of a narrow tile would have written, to the bit but for single codes; no row
-    beyond the last pair is touched."""
+def check_wide_order(tile: Wide, rows: int) -> None:
+    """Tiles and rounded rows of a step whose experts get from no row to many."""
+    random = torch.Generator().manual_seed(rows)
+    local = torch.tensor([[-1, 0, 1, 2, 2, 2, 3]])[0, torch.randint(7, (rows, 2), generator=random)]
+    chosen, counts = local.int(), torch.bincount(local[local >= 0], minlength=5).int()
+    work = experts.place(chosen, counts, tile)
+    check_order(work, local)
+    x = torch.randn(rows, 256, generator=random).bfloat16()
+    rounded = in_channel_order(round_pairs_in_order(x, work.order, work.totals).float())
+    pairs = int(work.totals[1])
+    assert torch.equal(rounded[:pairs], round_q8(x[work.order[:pairs].long() // 2]).float() * 2.0**64)
+    print(f"{rows} rows in order: {int(work.totals[0])} tiles of {tile.rows} and more", flush=True)
+
+
+def check_gated(pairs: int, channels: int, at_once: int) -> None:
+    """``gate_pairs`` on what the products of a tile would have written, to the bit but for single codes; no row beyond
+    the last pair is touched."""
     random = torch.Generator().manual_seed(pairs)
     parts = torch.randn(pairs + 3, 2, channels, generator=random).bfloat16() * 8
     weights = torch.rand(pairs + 3, 1, generator=random)
     order = torch.randperm(pairs + 3, generator=random).int()
-    tiles = torch.tensor([[0, 0, pairs // 2], [1, pairs // 2, pairs]], dtype=torch.int32)
     hidden = torch.full((pairs + 3, channels), torch.nan, dtype=torch.bfloat16)
-    count = torch.tensor([2], dtype=torch.int32)
+    totals = torch.tensor([2, pairs], dtype=torch.int32)
     for_launch = expert_products.gate_pairs[(3, -(-channels // 256))]
-    for_launch(parts, weights, order, tiles, count, hidden, 10.0, channels=channels, COLUMNS=256)
+    for_launch(parts, weights, order, totals, hidden, 10.0, channels=channels, ROWS=at_once, COLUMNS=256)
     gate, up = parts[:pairs].float().unbind(1)
     product = weights[order[:pairs].long()] * (F.silu(gate.clamp(max=10.0)) * up.clamp(-10.0, 10.0))
     expected = round_q8(product.bfloat16()).float() * 2.0**64
@@ -166,18 +185,24 @@ def error_of(result: Tensor, given: Arguments) -> float:
     return float(relative.max())
 
 
-def check_order(work: experts.Work, local: Tensor, tile: Narrow | Tile, tail: Tile | None) -> None:
-    """Every resident pair stands once in the tiles of its expert, in order of their numbers, and tiles are full."""
-    seen: dict[int, list[int]] = {}
-    for part, table, count in work.parts:
-        for expert, low, high in table[: int(count)].tolist():
-            assert 0 < high - low <= part.rows
-            if tail is not None:
-                assert part is tail or high - low > tail.rows
-            seen.setdefault(expert, []).extend(work.order[low:high].tolist())
-    flat = local.flatten()
+def check_order(work: experts.Work, local: Tensor) -> None:
+    """Every resident pair stands once in the tiles of its expert, in order of their numbers; tiles are as few as their
+    rows allow, and the largest come first."""
+    tile, flat = work.tile, local.flatten()
+    most = tile.rows + (MORE.value if isinstance(tile, Wide) else 0)
+    count, pairs = work.totals.tolist()
+    tiles = work.tiles[:count].tolist()
+    sizes = [high - low for _, low, high in tiles]
+    assert all(0 < size <= most for size in sizes), sizes
+    assert [-(-size // 32) for size in sizes] == sorted((-(-size // 32) for size in sizes), reverse=True), sizes
     expected = {int(e): (flat == e).nonzero().squeeze(1).tolist() for e in flat[flat >= 0].unique()}
-    assert seen == expected, (seen, expected)
+    seen: dict[int, list[int]] = {}
+    for expert, low, high in sorted(tiles, key=lambda one: one[1]):
+        seen.setdefault(expert, []).extend(work.order[low:high].tolist())
+    assert seen == expected and pairs == sum(sizes), (seen, expected)
+    for expert, mine in expected.items():
+        fewest = max(1, -(-(len(mine) - (most - tile.rows)) // tile.rows))
+        assert sum(one[0] == expert for one in tiles) == fewest, (expert, len(mine))
 
 
 def check_ties(batch: Batch) -> None:

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the p
 if find_spec("triton") is not None:
     from octavo.kernels.triton_backend import expert_products
     from octavo.kernels.triton_backend.expert_few_kernels import COLUMNS
-    from octavo.kernels.triton_backend.expert_tiles import FEW_ROWS, NARROW, TILES, choose_few, choose_tiles
+    from octavo.kernels.triton_backend.expert_tiles import FEW_ROWS, NARROW, TILES, Wide, choose_few, choose_tiles
 
 
 @pytest.mark.timeout(300)
@@ -58,15 +58,16 @@ def test_every_code_is_exact_at_every_scale_from_59_to_192(report_count: ReportC
 
 
 def test_tiles_follow_the_rows_of_an_expert() -> None:
-    """Few rows: one small tile an expert; many: large ones, and small ones for what is left."""
+    """Few rows: one small tile an expert; many: large ones. Widths that a tile's kernel does not take have another."""
     steps = (1, 128, 512, 1024, 2048, 4096, 8192, 16384)
-    for whole, expected in (
-        (True, ((8, 0), (8, 0), (16, 0), (16, 0), (32, 0), (64, 32), (128, 32), (128, 32))),
-        (False, ((16, 0), (16, 0), (16, 0), (32, 0), (64, 0), (64, 32), (128, 32), (128, 32))),
+    for widths, expected in (
+        ((5120, 2304), (8, 8, 16, 64, 64, 64, 128, 128)),
+        ((5120, 2176), (8, 8, 16, 32, 64, 128, 128, 128)),
+        ((5120, 2272), (16, 16, 16, 32, 64, 128, 128, 128)),
     ):
-        cuts = [choose_tiles(rows, 6, 384, whole) for rows in steps]
-        assert tuple((tile.rows, tail.rows if tail else 0) for tile, tail in cuts) == expected
-        assert all(tail is None or tail.rows < tile.rows for tile, tail in cuts)
+        tiles = [choose_tiles(rows, 6, 384, widths) for rows in steps]
+        assert tuple(tile.rows for tile in tiles) == expected
+        assert any(isinstance(tile, Wide) for tile in tiles) == (widths[1] % 256 == 0)
     assert all(tile.rows == rows for rows, tile in TILES.items())
     assert [most for most, _ in NARROW] == sorted(most for most, _ in NARROW)
 

@@ -13,12 +13,13 @@ from torch import Tensor
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton")
 if find_spec("triton") is not None:
-    from octavo.kernels.triton_backend import expert_narrow, expert_tiles, experts
+    from octavo.kernels.triton_backend import expert_narrow, expert_tiles, expert_wide, experts
     from octavo.kernels.triton_backend.expert_tiles import (
         FEW_ROWS,
         MOST_SCORED,
         NARROW,
         TILES,
+        WIDE_TILES,
         Narrow,
         Tile,
         choose_few,
@@ -37,10 +38,13 @@ if find_spec("triton") is not None:
 
 SPILLED_BYTES = 96
 """A few numbers may wait in memory while a tile is computed: once a tile, not in the loop."""
-ROWS = {64: False, 1024: False, 3072: True, 4096: True, 8192: True}
-"""Steps that use every tile; the smaller ones only if widths are taken for no whole blocks."""
-NARROW_ROWS = (8, 64, 512, 2048)
+ROWS = (64, 1024, 3072, 8192)
+"""Steps that use every tile of widths that are not whole; it is compiled for true ones."""
+RAGGED = (5120, 2272)
+NARROW_ROWS = (8, 64, 512)
 """Steps in every narrow tile."""
+WIDE_ROWS = (2048, 8192)
+"""Steps in every wide tile."""
 FEW = (1, 4)
 """Steps of few rows, in every way that the table has."""
 
@@ -81,8 +85,8 @@ def compiled(**arguments: Any) -> list[Launched]:
 def at_true_shapes() -> dict[int, list[Launched]]:
     """By rows of the step; 48 of 384 experts, as on one of eight GPUs."""
     found = {}
-    for rows, whole in ROWS.items():
-        chosen = choose_tiles(rows, 6, 384, whole)
+    for rows in ROWS:
+        chosen = tile_of(rows)
         with mock.patch.object(experts, "choose_tiles", lambda *step, chosen=chosen: chosen):
             found[rows] = compiled(**shapes(rows, 384, range(48), 5120, 2304, 6))
     return found
@@ -94,18 +98,24 @@ def narrow_at_true_shapes() -> dict[int, list[Launched]]:
 
 
 @pytest.fixture(scope="module")
+def wide_at_true_shapes() -> dict[int, list[Launched]]:
+    return {rows: compiled(**shapes(rows, 384, range(48), 5120, 2304, 6)) for rows in WIDE_ROWS}
+
+
+@pytest.fixture(scope="module")
 def few_at_true_shapes() -> dict[int, list[Launched]]:
     return {rows: compiled(**shapes(rows, 384, range(48), 5120, 2304, 6)) for rows in FEW}
 
 
-def tiles_of(rows: int) -> list[Tile]:
-    found = choose_tiles(rows, 6, 384, ROWS[rows])
-    return [tile for tile in found if isinstance(tile, Tile)]
+def tile_of(rows: int) -> Tile:
+    tile = choose_tiles(rows, 6, 384, RAGGED)
+    assert isinstance(tile, Tile)
+    return tile
 
 
 def narrow_of(rows: int) -> Narrow:
-    tile, tail = choose_tiles(rows, 6, 384, whole=True)
-    assert isinstance(tile, Narrow) and tail is None
+    tile = choose_tiles(rows, 6, 384, (5120, 2304))
+    assert isinstance(tile, Narrow)
     return tile
 
 
@@ -117,7 +127,8 @@ def fits_at_once(one: Launched, programs: int, what: str) -> None:
 
 
 def test_the_steps_above_use_every_tile() -> None:
-    assert {tile.rows for rows in ROWS for tile in tiles_of(rows)} == set(TILES)
+    assert [tile_of(rows) for rows in ROWS] == list(TILES.values())
+    assert [choose_tiles(rows, 6, 384, (5120, 2304)) for rows in WIDE_ROWS] == [tile for _, tile in WIDE_TILES]
     assert [narrow_of(rows) for rows in NARROW_ROWS] == [tile for _, tile in NARROW]
     assert [choose_few(rows) for rows in FEW] == list(FEW_ROWS)
     assert all(choose_few(rows) is None for rows in (*ROWS, *NARROW_ROWS))
@@ -128,13 +139,8 @@ def test_everything_fits(at_true_shapes: dict[int, list[Launched]]) -> None:
     for rows, launched in at_true_shapes.items():
         check_that_it_fits(launched, SPILLED_BYTES)
         names = [one.kernel for one in launched]
-        parts = len(tiles_of(rows))
-        assert names == [
-            *("score_rows" if rows <= MOST_SCORED else "round_rows", "route", "place_pairs"),
-            *["gate_and_up"] * parts,
-            *["down"] * parts,
-            "sum_pairs",
-        ]
+        first = "score_rows" if rows <= MOST_SCORED else "round_rows"
+        assert names == [first, "route", "place_pairs", "gate_and_up", "down", "sum_pairs"]
 
 
 def test_few_rows_are_four_launches_that_fit(few_at_true_shapes: dict[int, list[Launched]]) -> None:
@@ -147,11 +153,10 @@ def test_few_rows_are_four_launches_that_fit(few_at_true_shapes: dict[int, list[
 
 def test_as_many_programs_fit_at_once_as_the_table_says(at_true_shapes: dict[int, list[Launched]]) -> None:
     for rows, launched in at_true_shapes.items():
-        for kernel in ("gate_and_up", "down"):
-            for tile, one in zip(tiles_of(rows), [one for one in launched if one.kernel == kernel], strict=True):
-                launch = tile.gate_and_up if kernel == "gate_and_up" else tile.down
-                assert one.threads == 32 * launch.warps
-                fits_at_once(one, launch.programs, f"{rows} rows: {kernel}")
+        by_name = {one.kernel: one for one in launched}
+        for kernel, launch in (("gate_and_up", tile_of(rows).gate_and_up), ("down", tile_of(rows).down)):
+            assert by_name[kernel].threads == 32 * launch.warps
+            fits_at_once(by_name[kernel], launch.programs, f"{rows} rows: {kernel}")
 
 
 def test_narrow_tiles_read_whole_lines_and_move_nothing_between_threads(
@@ -190,6 +195,41 @@ def test_narrow_tiles_refuse_widths_that_are_not_whole(hidden: int, inner: int) 
     given = form, tiles, tiles[0, :1], empty(6, inner, dtype=torch.bfloat16), order
     with pytest.raises(ValueError, match=rf"{inner} inputs and {hidden} outputs: allowed are multiples of 128"):
         expert_narrow.multiply_down_narrow(*given, empty(4, hidden, inner // 2), empty(4, hidden, inner // 32))
+
+
+def test_products_of_wide_tiles_follow_each_other(wide_at_true_shapes: dict[int, list[Launched]]) -> None:
+    """A loop for every width of a tile and every group, with eight products for 64 channels, once or twice, and again
+    for 32 rows more. It waits for no product but the one before the last, and decoded weights stay in registers."""
+    names = ["route", "place_pairs", "round_pairs", "multiply_wide", "gate_pairs", "multiply_wide", "sum_pairs"]
+    for rows, launched in wide_at_true_shapes.items():
+        check_that_it_fits(launched)
+        assert [one.kernel for one in launched] == names
+        twice = rows == WIDE_ROWS[1]
+        expected = 2 * [16, 16, 32, 16, 32] if twice else 4 * [8, 8, 16]
+        for one in launched:
+            if one.kernel != "multiply_wide":
+                waits = one.kernel in ("route", "gate_pairs", "sum_pairs")
+                check_dependence(one, one.kernel, waits, one.kernel == "route")
+                continue
+            assert one.programs == (MULTIPROCESSORS,)
+            loops = loops_with(one, "HGMMA")
+            products = [sum("HGMMA" in line for line in loop) for loop in loops]
+            assert sorted(products) == sorted(expected), products
+            for loop in loops:
+                assert sum("WARPGROUP.DEPBAR" in line for line in loop) == (4 if twice else 1)
+                names_in = {word for line in loop for word in re.findall(r"[A-Z][A-Z0-9_.]+", line)}
+                moved = {name for name in names_in if name.startswith(("STS", "STL", "LDL", "SHFL", "PRMT"))}
+                assert not moved and "LDS.128" in names_in, sorted(names_in)
+            operands = [line for line in one.ptx.splitlines() if "wgmma.mma_async" in line]
+            assert operands and all(line.count("{") == 2 for line in operands), "operands in shared memory"
+
+
+@pytest.mark.parametrize(("hidden", "inner"), [(5120, 2240), (5248, 2304)])
+def test_wide_tiles_refuse_widths_that_are_not_whole(hidden: int, inner: int) -> None:
+    tiles, order, totals = (empty(*shape, dtype=torch.int32) for shape in ((4, 3), (6,), (2,)))
+    given = WIDE_TILES[0][1], tiles, totals, empty(6, inner, dtype=torch.bfloat16), order
+    with pytest.raises(ValueError, match=rf"{inner} inputs and {hidden} outputs: allowed are multiples of 128 and"):
+        expert_wide.multiply_down_wide(*given, empty(4, hidden, inner // 2), empty(4, hidden, inner // 32))
 
 
 def test_weights_go_from_registers_to_tensor_cores(

@@ -21,7 +21,7 @@ _GATING = 8
 def multiply_gate_and_up_narrow(
     form: Narrow,
     tiles: Tensor,
-    tile_count: Tensor,
+    totals: Tensor,
     rounded: Tensor,
     weights: Tensor,
     order: Tensor,
@@ -31,37 +31,37 @@ def multiply_gate_and_up_narrow(
     s3: Tensor,
     limit: float,
 ) -> Tensor:
-    """As ``experts.multiply_gate_and_up``, of one table of tiles.
+    """As ``experts.multiply_gate_and_up``.
 
     Raises :class:`ValueError` unless D and I are multiples of 128.
     """
     pairs, inner = order.shape[0], w1.shape[1]
     parts = rounded.new_empty(pairs, 2, inner)
-    _multiply(form, tiles, tile_count, order, rounded, (w1, s1), (w3, s3), weights.shape[1], parts)
+    _multiply(form, tiles, totals, order, rounded, (w1, s1), (w3, s3), weights.shape[1], parts)
     hidden = rounded.new_empty(pairs, inner)
     grid = min(pairs, _GATING * multiprocessors(hidden.device)), triton.cdiv(inner, COLUMNS)
     gate_pairs[grid](
-        parts, weights, order, tiles, tile_count, hidden, limit, channels=inner, COLUMNS=COLUMNS, launch_pdl=True
+        parts, weights, order, totals, hidden, limit, channels=inner, ROWS=1, COLUMNS=COLUMNS, launch_pdl=True
     )
     return hidden
 
 
 def multiply_down_narrow(
-    form: Narrow, tiles: Tensor, tile_count: Tensor, hidden: Tensor, order: Tensor, w2: Tensor, s2: Tensor
+    form: Narrow, tiles: Tensor, totals: Tensor, hidden: Tensor, order: Tensor, w2: Tensor, s2: Tensor
 ) -> Tensor:
-    """As ``experts.multiply_down``, of one table of tiles.
+    """As ``experts.multiply_down``.
 
     Raises :class:`ValueError` unless D and I are multiples of 128.
     """
     results = hidden.new_empty(hidden.shape[0], w2.shape[1])
-    _multiply(form, tiles, tile_count, order, hidden, (w2, s2), None, None, results)
+    _multiply(form, tiles, totals, order, hidden, (w2, s2), None, None, results)
     return results
 
 
 def _multiply(
     form: Narrow,
     tiles: Tensor,
-    tile_count: Tensor,
+    totals: Tensor,
     order: Tensor,
     x: Tensor,
     first: tuple[Tensor, Tensor],
@@ -87,7 +87,7 @@ def _multiply(
         None if second is None else scale_words(second[1]),
         order,
         tiles,
-        tile_count,
+        totals,
         results,
         top_k=top_k,
         inputs=inputs,

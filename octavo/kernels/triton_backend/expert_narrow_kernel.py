@@ -1,4 +1,4 @@
-"""Grouped products with packed F4 weights for tiles of 8 to 32 rows: ``experts`` with few rows an expert.
+"""Grouped products with packed F4 weights for tiles of 8 or 16 rows: ``experts`` with few rows an expert.
 
 Next to nothing is computed there, and what counts is how weights are asked for. They are read in whole lines of memory,
 256 columns of a row at a time, by small programs, many of which are on a multiprocessor at once: one waits while the
@@ -6,8 +6,7 @@ others decode. Lines come to shared memory as they are and leave it in the order
 nothing moves between threads after that. How codes are decoded: ``expert_products``.
 
 Eight lanes read two pieces of 64 bytes at once, of rows 2n and 2n + 1, and these must not meet in one bank: lines are
-permuted in shared memory. Gluon cannot call functions of Triton, so some lines of ``register_weights`` and
-``expert_products`` stand here once more.
+permuted in shared memory.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, attr-defined"
@@ -21,8 +20,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from octavo.kernels.triton_backend.expert_products import DECODE
 from octavo.kernels.triton_backend.expert_routing import BLOCK
+from octavo.kernels.triton_backend.gluon_weights import decoded_words, group_factors
 
 STEP = gl.constexpr(256)
 """Columns that are read at once: 128 bytes of a row, two scale words."""
@@ -227,22 +226,8 @@ def _fetch(
 def _decoded(words, scales, OUTPUTS: gl.constexpr, SUMS: gl.constexpr, BY_GROUPS: gl.constexpr):
     """words [OUTPUTS, 32] int32 and scales [OUTPUTS, 2] int32 -> weights x 2^-64, an operand [OUTPUTS, 256] BF16."""
     group = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, BY_GROUPS))))
-    byte = (gl.expand_dims(scales, 2) >> (gl.expand_dims(gl.expand_dims(group, 0), 1) * 8)) & 255
-    factor = (gl.minimum(byte + 62, 255) << 7) * 0x00010001
+    factor = group_factors(gl.expand_dims(scales, 2), gl.expand_dims(gl.expand_dims(group, 0), 1))
     codes = gl.convert_layout(words.reshape([OUTPUTS, 2, 4, 4]), BY_GROUPS, assert_trivial=True)
     factors, codes = gl.broadcast(gl.expand_dims(factor, 3), codes)
-    a, b, c, d = gl.inline_asm_elementwise(
-        DECODE, "=r,=r,=r,=r,r,r", [codes, factors], (gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1
-    )
-    values = gl.join(gl.join(_two_values(a), _two_values(c)), gl.join(_two_values(b), _two_values(d)))
-    ordered = values.permute((0, 1, 3, 5, 6, 2, 4)).reshape([OUTPUTS, STEP])
+    ordered = decoded_words(codes, factors).permute((0, 1, 3, 5, 6, 2, 4)).reshape([OUTPUTS, STEP])
     return gl.convert_layout(ordered, gl.DotOperandLayout(0, SUMS, 2), assert_trivial=True)
-
-
-@gluon.jit
-def _two_values(pair):
-    """Both BF16 of an int32: [...] -> [..., 2]."""
-    low, high = gl.inline_asm_elementwise(
-        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pair], (gl.bfloat16, gl.bfloat16), is_pure=True, pack=1
-    )
-    return gl.join(low, high)

@@ -259,35 +259,34 @@ def gate_pairs(
     parts: tl.tensor,
     weights: tl.tensor,
     pairs: tl.tensor,
-    tiles: tl.tensor,
-    tile_count: tl.tensor,
+    totals: tl.tensor,
     hidden: tl.tensor,
     limit: tl.float32,
     channels: tl.constexpr,
+    ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
     """hidden = Q8(weight x silu(gate) x up): the end of :func:`gate_and_up` for products that were written.
 
-    parts [P, 2, channels] BF16: gate and up of each place of ``pairs``; tiles and tile_count as ``place_pairs`` gives
-    them without tails, so that the last tile ends at the last resident pair; weights [R, top_k] F32. hidden
-    [P, channels] BF16 in fragment order, x 2^64; channels a multiple of 128. One row after the other and COLUMNS
-    channels a program.
+    parts [P, 2, channels] BF16: gate and up of each place of ``pairs``; totals as ``place_pairs`` gives it; weights
+    [R, top_k] F32. hidden [P, channels] BF16 in fragment order, x 2^64; channels a multiple of 128. ROWS rows after the
+    others and COLUMNS channels a program.
     """
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    width = tl.full([1], channels, tl.int64)
     wait_for_ahead()
-    count = tl.load(tile_count)
-    end = tl.load(tiles + (count - 1) * 3 + 2, mask=count > 0, other=0)
-    for place in range(tl.program_id(0), end, tl.num_programs(0)):
-        weight = tl.load(weights + tl.load(pairs + place))
-        source = parts + (2 * place * width + column)
-        gate = tl.load(source, mask=column < channels, other=0.0).to(tl.float32)
-        up = tl.load(source + channels, mask=column < channels, other=0.0).to(tl.float32)
-        product = through_bf16(weight * gated(gate, up, limit))
-        groups = round_q8_groups(tl.reshape(product, [COLUMNS // GROUP, GROUP, 1])) * SHIFT
-        ordered = tl.reshape(in_fragment_order(tl.reshape(groups, [1, COLUMNS])), [COLUMNS])
-        target = hidden + (place * width + column)
-        tl.store(target, ordered.to(hidden.dtype.element_ty), mask=column < channels)
+    end = tl.load(totals + 1)
+    for first in range(tl.program_id(0) * ROWS, end, tl.num_programs(0) * ROWS):
+        place = first + tl.arange(0, ROWS)
+        wanted = (place < end)[:, None] & (column < channels)[None, :]
+        weight = tl.load(weights + tl.load(pairs + place, mask=place < end, other=0), mask=place < end, other=0.0)
+        source = parts + (place.to(tl.int64)[:, None] * (2 * channels) + column[None, :])
+        gate = tl.load(source, mask=wanted, other=0.0).to(tl.float32)
+        up = tl.load(source + channels, mask=wanted, other=0.0).to(tl.float32)
+        product = through_bf16(weight[:, None] * gated(gate, up, limit))
+        groups = round_q8_groups(tl.reshape(product, [ROWS * (COLUMNS // GROUP), GROUP, 1])) * SHIFT
+        ordered = in_fragment_order(tl.reshape(groups, [ROWS, COLUMNS]))
+        target = hidden + (place.to(tl.int64)[:, None] * channels + column[None, :])
+        tl.store(target, ordered.to(hidden.dtype.element_ty), mask=wanted)
 
 
 @triton.jit

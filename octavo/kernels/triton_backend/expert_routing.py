@@ -18,6 +18,8 @@ GROUP = tl.constexpr(32)
 """Channels of one Q8 scale."""
 BLOCK = tl.constexpr(128)
 """Channels over which fragment order permutes."""
+SIZE = tl.constexpr(32)
+"""Rows by which the sizes of tiles differ."""
 SHIFT = tl.constexpr(2.0**64)
 """Inputs are 2^64 too large and weights 2^-64 too small: see ``expert_products``."""
 
@@ -223,50 +225,58 @@ def place_pairs(
     counts: tl.tensor,
     pairs: tl.tensor,
     tiles: tl.tensor,
-    tails: tl.tensor,
-    tile_counts: tl.tensor,
+    totals: tl.tensor,
     given: tl.int32,
     resident: tl.int32,
     ROWS: tl.constexpr,
-    TAIL: tl.constexpr,
+    MORE: tl.constexpr,
     CHUNK: tl.constexpr,
     RESIDENT: tl.constexpr,
 ) -> None:
     """The pairs of one resident expert, in their order, and its tiles; a program an expert.
 
     chosen [given] int32 (as ``route`` gives it) -> pairs [given] int32: numbers of pairs, sorted by expert. Rows of
-    tiles are (expert, first place in ``pairs``, place after the last) int32, ROWS places at most. What is left of an
-    expert after its whole tiles goes to ``tails`` if it is TAIL places or fewer (a table of the same form), else to one
-    more tile. tile_counts [2] int32: how many tiles and tails there are.
+    tiles are (expert, first place in ``pairs``, place after the last) int32, ROWS places at most; what is left of an
+    expert after its whole tiles joins the last of these if it is MORE places or fewer, else it is one more tile. Large
+    tiles come first, by steps of 32 places, so that the last to be taken are short. totals [2] int32: how many tiles
+    and how many pairs there are.
     """
     expert = tl.program_id(0)
     number = tl.arange(0, RESIDENT)
     count = tl.load(counts + number, mask=number < resident, other=0)
     whole = count // ROWS
     rest = count - whole * ROWS
-    tail = ((rest > 0) & (rest <= TAIL)).to(tl.int32)
-    tile = whole + (rest > TAIL).to(tl.int32)
-    before = number < expert
-    start = tl.sum(tl.where(before, count, 0))
-    end = start + tl.sum(tl.where(number == expert, count, 0))
-    first_tile = tl.sum(tl.where(before, tile, 0))
-    my_tiles = tl.sum(tl.where(number == expert, tile, 0))
-    first_tail = tl.sum(tl.where(before, tail, 0))
-    my_tails = tl.sum(tl.where(number == expert, tail, 0))
-    if expert == resident - 1:
-        tl.store(tile_counts, first_tile + my_tiles)
-        tl.store(tile_counts + 1, first_tail + my_tails)
+    joined = (whole > 0) & (rest <= MORE)
+    ahead_of_last = tl.where(joined, whole - 1, tl.where(count > 0, whole, 0))
+    last = count - ahead_of_last * ROWS
+    size = (last + SIZE - 1) // SIZE
+    of_whole: tl.constexpr = (ROWS + SIZE - 1) // SIZE
 
-    for number_of_tile in range(0, my_tiles):
+    me = number == expert
+    before = number < expert
+    my_size = tl.sum(tl.where(me, size, 0))
+    my_ahead = tl.sum(tl.where(me, ahead_of_last, 0))
+    larger = tl.sum((size > of_whole).to(tl.int32))
+    at = larger + tl.sum(tl.where(before, ahead_of_last, 0))
+    last_at = tl.sum(((size > my_size) | ((size == my_size) & before)).to(tl.int32))
+    if my_size <= of_whole:
+        last_at += tl.sum(ahead_of_last)
+    start = tl.sum(tl.where(before, count, 0))
+    end = start + tl.sum(tl.where(me, count, 0))
+    if expert == 0:
+        tl.store(totals, tl.sum(ahead_of_last + (count > 0).to(tl.int32)))
+        tl.store(totals + 1, tl.sum(count))
+
+    for number_of_tile in range(0, my_ahead):
+        row = tiles + (at + number_of_tile) * 3
         low = start + number_of_tile * ROWS
-        row = tiles + (first_tile + number_of_tile) * 3
         tl.store(row, expert)
         tl.store(row + 1, low)
-        tl.store(row + 2, tl.minimum(low + ROWS, end))
-    if my_tails > 0:
-        row = tails + first_tail * 3
+        tl.store(row + 2, low + ROWS)
+    if end > start:
+        row = tiles + last_at * 3
         tl.store(row, expert)
-        tl.store(row + 1, start + my_tiles * ROWS)
+        tl.store(row + 1, start + my_ahead * ROWS)
         tl.store(row + 2, end)
 
     place = start
@@ -276,3 +286,31 @@ def place_pairs(
         ahead = tl.cumsum(mine.to(tl.int32), axis=0)
         tl.store(pairs + place + ahead - 1, pair, mask=mine)
         place += tl.sum(mine.to(tl.int32))
+
+
+@triton.jit
+def round_pairs(
+    x: tl.tensor,
+    pairs: tl.tensor,
+    totals: tl.tensor,
+    rounded: tl.tensor,
+    top_k: tl.constexpr,
+    channels: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """:func:`round_rows` in the order of ``pairs``: rounded [P, D] BF16 has a row of x for each place.
+
+    totals as ``place_pairs`` gives it; D a multiple of 128. ROWS rows after the others and COLUMNS channels a program.
+    """
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    end = tl.load(totals + 1)
+    for first in range(tl.program_id(0) * ROWS, end, tl.num_programs(0) * ROWS):
+        place = first + tl.arange(0, ROWS)
+        wanted = (place < end)[:, None] & (column < channels)[None, :]
+        row = tl.load(pairs + place, mask=place < end, other=0) // top_k
+        values = tl.load(x + (row.to(tl.int64)[:, None] * channels + column[None, :]), mask=wanted, other=0.0)
+        groups = round_q8_groups(tl.reshape(values.to(tl.float32), [ROWS * (COLUMNS // GROUP), GROUP, 1])) * SHIFT
+        ordered = in_fragment_order(tl.reshape(groups, [ROWS, COLUMNS]))
+        target = rounded + (place.to(tl.int64)[:, None] * channels + column[None, :])
+        tl.store(target, ordered.to(rounded.dtype.element_ty), mask=wanted)

@@ -2,11 +2,10 @@
 
 Few rows are a matter of memory: an expert's weights are read once if its rows fit into one tile, and many loads must be
 on their way. Of a few rows, one or two experts' weights are all that is read, and tiles must be so small that these
-occupy the whole device. Many rows are a matter of tensor cores: whole tiles of 128 rows, and small tiles for what is
-left of an expert, since a tile costs what its rows cost, whether there are pairs on them or not.
+occupy the whole device. Many rows are a matter of tensor cores, which must not wait while weights are decoded.
 
-Narrow tiles have a kernel of their own, ``expert_narrow_kernel``, which takes widths of whole blocks alone; for others
-there are small tiles of ``expert_products``.
+Narrow tiles (``expert_narrow_kernel``) take widths of whole blocks of 128 alone, wide ones (``expert_wide_kernel``)
+those that are multiples of 256 too; for others there are the tiles of ``expert_products``.
 """
 
 from __future__ import annotations
@@ -39,6 +38,22 @@ class Tile:
     outputs: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wide:
+    """A wide tile: two forms of a kernel, by its rows."""
+
+    rows: int
+    stages: int
+    """Blocks of 128 columns: on their way, or in use."""
+    registers: int
+    """Of a thread that multiplies; twice this for 128 rows, four times for 64, leave some of 512."""
+
+
+WIDE_TILES = (
+    (84, Wide(rows=64, stages=5, registers=112)),
+    (float("inf"), Wide(rows=128, stages=3, registers=232)),
+)
+"""The most rows of an expert on average, and their tiles."""
 TILES = {
     tile.rows: tile
     for tile in (
@@ -87,11 +102,12 @@ class Narrow:
     """The most that a thread may have, where that makes room for another program."""
 
 
+WHOLE = 128
+"""Columns of a block: widths of narrow tiles are multiples of it, those of wide ones of twice that."""
 NARROW = (
     (0.125, Narrow(rows=8, outputs=32, warps=2, stages=4, programs=6)),
     (4, Narrow(rows=8, outputs=64, warps=4, stages=2, programs=7, registers=72)),
-    (16, Narrow(rows=16, outputs=64, warps=2, stages=2, programs=6)),
-    (40, Narrow(rows=32, outputs=128, warps=4, stages=2, programs=3)),
+    (13, Narrow(rows=16, outputs=64, warps=2, stages=2, programs=6)),
 )
 """The most rows of an expert on average, and their tiles. Of very few rows, few experts' weights are read at all: small
 tiles occupy the device, and more of each is on its way."""
@@ -127,18 +143,14 @@ def choose_few(rows: int) -> FewRows | None:
     return next((form for form in FEW_ROWS if rows <= form.rows), None)
 
 
-def choose_tiles(rows: int, top_k: int, experts: int, whole: bool) -> tuple[Narrow | Tile, Tile | None]:
-    """Tiles of a step of R rows, of which each goes to top_k of ``experts``, and those of what is left of an expert.
-
-    The latter are None where an expert's rows seldom fill more than one tile. ``whole`` says that all widths are whole
-    blocks of 128.
-    """
+def choose_tiles(rows: int, top_k: int, experts: int, widths: tuple[int, int]) -> Narrow | Wide | Tile:
+    """Tiles of a step of R rows, of which each goes to top_k of ``experts``; widths of a row and of an expert's inner
+    one."""
     average = rows * top_k / experts
-    if whole:
+    if not any(width % WHOLE for width in widths):
         for most, narrow in NARROW:
             if average <= most:
-                return narrow, None
-    for largest, tile, tail in ((9, 16, 0), (20, 32, 0), (48, 64, 0), (96, 64, 32)):
-        if average <= largest:
-            return TILES[tile], TILES[tail] if tail else None
-    return TILES[128], TILES[32]
+                return narrow
+        if not any(width % (2 * WHOLE) for width in widths):
+            return next(wide for most, wide in WIDE_TILES if average <= most)
+    return next((TILES[tile] for most, tile in ((9, 16), (20, 32), (48, 64)) if average <= most), TILES[128])

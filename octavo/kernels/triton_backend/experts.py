@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,21 @@ from octavo.kernels.triton_backend.expert_launches import COLUMNS, padded_width,
 from octavo.kernels.triton_backend.expert_narrow import multiply_down_narrow, multiply_gate_and_up_narrow
 from octavo.kernels.triton_backend.expert_products import LARGEST_SCALE, down, gate_and_up, sum_pairs
 from octavo.kernels.triton_backend.expert_routing import BLOCK, place_pairs, round_rows, route, score_rows
-from octavo.kernels.triton_backend.expert_tiles import MOST_SCORED, Narrow, Tile, choose_few, choose_tiles
+from octavo.kernels.triton_backend.expert_tiles import (
+    MOST_SCORED,
+    FewRows,
+    Narrow,
+    Tile,
+    Wide,
+    choose_few,
+    choose_tiles,
+)
+from octavo.kernels.triton_backend.expert_wide import (
+    multiply_down_wide,
+    multiply_gate_and_up_wide,
+    round_pairs_in_order,
+)
+from octavo.kernels.triton_backend.expert_wide_kernel import MORE
 
 _ROUTED_ROWS = 4
 """Of a program; one alone where the router's product comes in parts that it must add first."""
@@ -88,20 +102,25 @@ def experts_triton(
         return x.float()
     x = x.contiguous()
     rows, resident = x.shape[0], w1.shape[0]
-    if rows <= MOST_SCORED:
+    way = choose_few(rows) or choose_tiles(rows, top_k, gate.shape[0], (x.shape[1], w1.shape[1]))
+    if isinstance(way, Wide):
+        counts = torch.zeros(resident, dtype=torch.int32, device=x.device)
+        rounded, logits = x, f32_product(x, gate)  # rounded as soon as there is an order
+    elif rows <= MOST_SCORED:
         rounded, logits, counts = round_and_score(x, gate, resident)
     else:
         rounded, counts = round_inputs(x, resident)
         logits = f32_product(x, gate)
-    form = choose_few(rows)
     routing = live, image, bias, bias_vl, counts, first_expert, top_k, route_scale
-    chosen, weights = choose(logits, *routing, count=form is None)
-    if form is not None:
-        hidden = multiply_gate_and_up_few(form, rounded, chosen, weights, w1, s1, w3, s3, limit)
-        return multiply_down_and_sum(form, hidden, chosen, w2, s2)
-    whole = x.shape[1] % BLOCK.value == 0 and w1.shape[1] % BLOCK.value == 0
-    work = place(chosen, counts, *choose_tiles(rows, top_k, gate.shape[0], whole))
+    chosen, weights = choose(logits, *routing, count=not isinstance(way, FewRows))
+    if isinstance(way, FewRows):
+        hidden = multiply_gate_and_up_few(way, rounded, chosen, weights, w1, s1, w3, s3, limit)
+        return multiply_down_and_sum(way, hidden, chosen, w2, s2)
+    work = place(chosen, counts, way)
+    if isinstance(way, Wide):
+        rounded = round_pairs_in_order(x, work.order, work.totals)
     hidden = multiply_gate_and_up(rounded, weights, work, w1, s1, w3, s3, limit)
+    del rounded  # so that results may lie there
     return sum_results(chosen, multiply_down(hidden, work, w2, s2))
 
 
@@ -109,25 +128,13 @@ def experts_triton(
 class Work:
     """The pairs of a step in the order of their experts, and how they are cut."""
 
+    tile: Narrow | Wide | Tile
     order: Tensor
     """Numbers of pairs, those of the first resident expert first: [P] int32; nothing beyond the resident ones."""
-    parts: list[tuple[Narrow | Tile, Tensor, Tensor]]
-    """How a tile runs, table of tiles [n, 3] int32 (expert, first place in ``order``, place after the last), and how
-    many there are: [1] int32. A narrow tile stands alone."""
-
-    def narrow(self) -> tuple[Narrow, Tensor, Tensor] | None:
-        """The only part if its tile is narrow."""
-        form, table, count = self.parts[0]
-        if not isinstance(form, Narrow):
-            return None
-        assert len(self.parts) == 1, "a narrow tile has no tails"
-        return form, table, count
-
-    def wide(self) -> Iterator[tuple[Tile, Tensor, Tensor]]:
-        """All parts if none is narrow."""
-        for form, table, count in self.parts:
-            assert isinstance(form, Tile)
-            yield form, table, count
+    tiles: Tensor
+    """[n, 3] int32: expert, first place in ``order``, place after the last."""
+    totals: Tensor
+    """[2] int32: how many tiles and how many pairs there are."""
 
 
 def round_inputs(x: Tensor, resident: int) -> tuple[Tensor, Tensor]:
@@ -229,30 +236,27 @@ def choose(
     return chosen, weights
 
 
-def place(chosen: Tensor, counts: Tensor, tile: Narrow | Tile, tail: Tile | None) -> Work:
+def place(chosen: Tensor, counts: Tensor, tile: Narrow | Wide | Tile) -> Work:
     """The order of the pairs of ``chosen`` [R, top_k] int32, cut into tiles; counts [n] int32: pairs of each expert."""
     pairs, resident = chosen.numel(), counts.shape[0]
     order = torch.empty_like(chosen).view(-1)
     tiles = chosen.new_empty(min(pairs, pairs // tile.rows + resident), 3)
-    tails = chosen.new_empty(min(pairs, resident), 3)
-    tile_counts = chosen.new_empty(2)
+    totals = chosen.new_empty(2)
     place_pairs[(resident,)](
         chosen,
         counts,
         order,
         tiles,
-        tails,
-        tile_counts,
+        totals,
         pairs,
         resident,
         ROWS=tile.rows,
-        TAIL=0 if tail is None else tail.rows,
+        MORE=MORE.value if isinstance(tile, Wide) else 0,
         CHUNK=min(_MOST_PAIRS_AT_ONCE, triton.next_power_of_2(pairs)),
         RESIDENT=triton.next_power_of_2(resident),
         num_warps=8,
     )
-    parts: list[tuple[Narrow | Tile, Tensor, Tensor]] = [(tile, tiles, tile_counts[:1])]
-    return Work(order, parts if tail is None else [*parts, (tail, tails, tile_counts[1:])])
+    return Work(tile, order, tiles, totals)
 
 
 def multiply_gate_and_up(
@@ -260,37 +264,40 @@ def multiply_gate_and_up(
 ) -> Tensor:
     """Hidden rows of the pairs, rounded and weighted: [P, I up to 128] BF16, a row for each place of the order.
 
-    rounded as :func:`round_inputs` gives it, weights [R, top_k] F32; matrices [n, I, D/2] packed, scales [n, I, D/32].
+    rounded as :func:`round_inputs` gives it, of wide tiles as ``expert_wide.round_pairs_in_order`` does; weights
+    [R, top_k] F32; matrices [n, I, D/2] packed, scales [n, I, D/32].
     """
-    if (narrow := work.narrow()) is not None:
-        return multiply_gate_and_up_narrow(*narrow, rounded, weights, work.order, w1, s1, w3, s3, limit)
+    given = work.tiles, work.totals, rounded, weights, work.order, w1, s1, w3, s3, limit
+    if isinstance(work.tile, Narrow):
+        return multiply_gate_and_up_narrow(work.tile, *given)
+    if isinstance(work.tile, Wide):
+        return multiply_gate_and_up_wide(work.tile, *given)
     inner, channels = w1.shape[1], 2 * w1.shape[2]
     padded = padded_width(inner)
     hidden = rounded.new_empty(work.order.shape[0], padded)
-    for tile, table, count in work.wide():
-        launch = tile.gate_and_up
-        gate_and_up[programs(launch.programs, table.shape[0] * (padded // BLOCK.value), hidden.device)](
-            rounded,
-            words(w1),
-            scale_words(s1),
-            words(w3),
-            scale_words(s3),
-            work.order,
-            weights,
-            table,
-            count,
-            hidden,
-            limit,
-            top_k=weights.shape[1],
-            inputs=channels,
-            outputs=inner,
-            ROWS=tile.rows,
-            BLOCKS=launch.blocks,
-            WARPS=launch.warps,
-            STAGES=launch.stages,
-            num_warps=launch.warps,
-            maxnreg=launch.registers,
-        )
+    launch = work.tile.gate_and_up
+    gate_and_up[programs(launch.programs, work.tiles.shape[0] * (padded // BLOCK.value), hidden.device)](
+        rounded,
+        words(w1),
+        scale_words(s1),
+        words(w3),
+        scale_words(s3),
+        work.order,
+        weights,
+        work.tiles,
+        work.totals,
+        hidden,
+        limit,
+        top_k=weights.shape[1],
+        inputs=channels,
+        outputs=inner,
+        ROWS=work.tile.rows,
+        BLOCKS=launch.blocks,
+        WARPS=launch.warps,
+        STAGES=launch.stages,
+        num_warps=launch.warps,
+        maxnreg=launch.registers,
+    )
     return hidden
 
 
@@ -299,30 +306,33 @@ def multiply_down(hidden: Tensor, work: Work, w2: Tensor, s2: Tensor) -> Tensor:
 
     hidden as :func:`multiply_gate_and_up` gives it; w2 [n, D, I/2] packed, scales [n, D, I/32].
     """
-    if (narrow := work.narrow()) is not None:
-        return multiply_down_narrow(*narrow, hidden, work.order, w2, s2)
+    given = work.tiles, work.totals, hidden, work.order, w2, s2
+    if isinstance(work.tile, Narrow):
+        return multiply_down_narrow(work.tile, *given)
+    if isinstance(work.tile, Wide):
+        return multiply_down_wide(work.tile, *given)
     channels, inner = w2.shape[1], 2 * w2.shape[2]
     results = hidden.new_empty(hidden.shape[0], channels)
-    for tile, table, count in work.wide():
-        launch = tile.down
-        down[programs(launch.programs, table.shape[0] * triton.cdiv(channels, tile.outputs), hidden.device)](
-            hidden,
-            words(w2),
-            scale_words(s2),
-            work.order,
-            table,
-            count,
-            results,
-            inputs=inner,
-            outputs=channels,
-            ROWS=tile.rows,
-            OUTPUTS=tile.outputs,
-            BLOCKS=launch.blocks,
-            WARPS=launch.warps,
-            STAGES=launch.stages,
-            num_warps=launch.warps,
-            maxnreg=launch.registers,
-        )
+    launch = work.tile.down
+    tasks = work.tiles.shape[0] * triton.cdiv(channels, work.tile.outputs)
+    down[programs(launch.programs, tasks, hidden.device)](
+        hidden,
+        words(w2),
+        scale_words(s2),
+        work.order,
+        work.tiles,
+        work.totals,
+        results,
+        inputs=inner,
+        outputs=channels,
+        ROWS=work.tile.rows,
+        OUTPUTS=work.tile.outputs,
+        BLOCKS=launch.blocks,
+        WARPS=launch.warps,
+        STAGES=launch.stages,
+        num_warps=launch.warps,
+        maxnreg=launch.registers,
+    )
     return results
 
 

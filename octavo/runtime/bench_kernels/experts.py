@@ -51,14 +51,17 @@ def _prepare(rows: int) -> Prepared:
 def _prepare_products(rows: int) -> Prepared:
     """From rounded rows to the outputs of the pairs. The library gets rows in order and weights in BF16."""
     from octavo.kernels.triton_backend import experts as steps
-    from octavo.kernels.triton_backend.expert_tiles import choose_tiles
+    from octavo.kernels.triton_backend.expert_tiles import Wide, choose_tiles
+    from octavo.kernels.triton_backend.expert_wide import round_pairs_in_order
 
     inputs = _inputs(rows)
     given = inputs[0]
     rounded, counts = steps.round_inputs(given["x"], _RESIDENT)
     routing = given["live"], given["image"], given["bias"], given["bias_vl"]
     chosen, weights = steps.choose(f32_product(given["x"], given["gate"]), *routing, counts, 0, _TOP_K, 1.5)
-    work = steps.place(chosen, counts, *choose_tiles(rows, _TOP_K, _EXPERTS, whole=True))
+    work = steps.place(chosen, counts, choose_tiles(rows, _TOP_K, _EXPERTS, (_HIDDEN, _INNER)))
+    if isinstance(work.tile, Wide):
+        rounded = round_pairs_in_order(given["x"], work.order, work.totals)
     pairs = int(counts.sum())
     ends = counts.cumsum(0).int()
     ordered = given["x"][work.order[:pairs].long() // _TOP_K]
