@@ -35,16 +35,22 @@ WEIGHTS = 3
 
 
 def candidates(rows: int) -> list[Narrow | Wide]:
-    """Tiles of about the height of the table's, both products cut in the same way; some will not fit."""
-    chosen = choose_tiles(rows, 6, 384, WIDTHS)
+    """What the table has, and other tiles; both products are cut in the same way, and some will not fit."""
+    chosen = choose_tiles(rows, 6, 384, WIDTHS, hopper=True)
     assert not isinstance(chosen, Tile), "true widths are whole"
-    height = chosen.rows if isinstance(chosen, Narrow) else 32
-    return list(dict.fromkeys([chosen, *(wide for _, wide in WIDE_TILES), *_narrow_candidates(height)]))
+    return list(dict.fromkeys([chosen, *_wide_candidates(), *_narrow_candidates()]))
 
 
-def _narrow_candidates(height: int) -> Iterator[Narrow]:
+def _wide_candidates() -> Iterator[Wide]:
+    for _, form in WIDE_TILES:
+        for stages in range(2, form.stages + 1):
+            for registers in (form.registers - 8, form.registers, form.registers + 8):
+                yield Wide(rows=form.rows, stages=stages, registers=registers)
+
+
+def _narrow_candidates() -> Iterator[Narrow]:
     """As many programs at once as shared memory and registers have room for."""
-    for rows in {8: (8, 16), 16: (8, 16, 32), 32: (16, 32)}[height]:
+    for rows in (8, 16):
         for outputs, warps in ((32, 2), (64, 2), (64, 4), (128, 4), (128, 8)):
             for stages in (2, 3, 4, 6):
                 bytes_held = stages * (outputs * 136 + rows * 512)
@@ -102,7 +108,7 @@ def tune(rows: int) -> None:
     chosen, weights = steps.choose(f32_product(given["x"], given["gate"]), *routing, counts, 0, 6, 1.5)
     pairs = int((chosen >= 0).sum())
     bytes_read = int((counts > 0).sum()) * 2304 * 5120 * (0.5 + 1 / 32)
-    table = choose_tiles(rows, 6, 384, WIDTHS)
+    table = choose_tiles(rows, 6, 384, WIDTHS, hopper=True)
     print(f"{rows} rows, {pairs} pairs here, {int(counts.max())} of one expert at most")
     for product, matrices in (("gate_and_up", 2), ("down", 1)):
         times: list[tuple[float, Narrow | Wide]] = []

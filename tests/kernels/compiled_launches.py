@@ -66,6 +66,7 @@ def launches_compiled() -> Iterator[list[Launched]]:
         mock.patch.object(JITFunction, "run", compile_only),
         mock.patch.object(driver, "_active", _Driver()),
         mock.patch.object(torch.cuda, "get_device_properties", lambda device: properties),
+        mock.patch.object(torch.cuda, "get_device_capability", lambda device: (9, 0)),
     ):
         yield launched
 

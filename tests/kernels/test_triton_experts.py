@@ -26,7 +26,15 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the p
 if find_spec("triton") is not None:
     from octavo.kernels.triton_backend import expert_products
     from octavo.kernels.triton_backend.expert_few_kernels import COLUMNS
-    from octavo.kernels.triton_backend.expert_tiles import FEW_ROWS, NARROW, TILES, Wide, choose_few, choose_tiles
+    from octavo.kernels.triton_backend.expert_tiles import (
+        FEW_ROWS,
+        NARROW,
+        TILES,
+        WIDE_TILES,
+        Wide,
+        choose_few,
+        choose_tiles,
+    )
 
 
 @pytest.mark.timeout(300)
@@ -58,18 +66,22 @@ def test_every_code_is_exact_at_every_scale_from_59_to_192(report_count: ReportC
 
 
 def test_tiles_follow_the_rows_of_an_expert() -> None:
-    """Few rows: one small tile an expert; many: large ones. Widths that a tile's kernel does not take have another."""
+    """Few rows: one small tile an expert; many: large ones. Where a kernel takes no such width or device: another."""
     steps = (1, 128, 512, 1024, 2048, 4096, 8192, 16384)
-    for widths, expected in (
-        ((5120, 2304), (8, 8, 16, 64, 64, 64, 128, 128)),
-        ((5120, 2176), (8, 8, 16, 32, 64, 128, 128, 128)),
-        ((5120, 2272), (16, 16, 16, 32, 64, 128, 128, 128)),
+    narrow_alone = (8, 8, 16, 32, 64, 64, 128, 128)
+    for widths, hopper, expected in (
+        ((5120, 2304), True, (8, 8, 16, 64, 64, 64, 128, 128)),
+        ((5120, 2304), False, narrow_alone),
+        ((5120, 2176), True, narrow_alone),
+        ((5248, 2304), True, narrow_alone),
+        ((5120, 2272), True, (16, 16, 16, 32, 64, 64, 128, 128)),
     ):
-        tiles = [choose_tiles(rows, 6, 384, widths) for rows in steps]
+        tiles = [choose_tiles(rows, 6, 384, widths, hopper) for rows in steps]
         assert tuple(tile.rows for tile in tiles) == expected
-        assert any(isinstance(tile, Wide) for tile in tiles) == (widths[1] % 256 == 0)
+        assert any(isinstance(tile, Wide) for tile in tiles) == (widths == (5120, 2304) and hopper)
     assert all(tile.rows == rows for rows, tile in TILES.items())
     assert [most for most, _ in NARROW] == sorted(most for most, _ in NARROW)
+    assert [most for most, _ in WIDE_TILES] == sorted(most for most, _ in WIDE_TILES)
 
 
 def test_few_rows_fit_the_columns_of_their_tiles() -> None:

@@ -108,13 +108,13 @@ def few_at_true_shapes() -> dict[int, list[Launched]]:
 
 
 def tile_of(rows: int) -> Tile:
-    tile = choose_tiles(rows, 6, 384, RAGGED)
+    tile = choose_tiles(rows, 6, 384, RAGGED, True)
     assert isinstance(tile, Tile)
     return tile
 
 
 def narrow_of(rows: int) -> Narrow:
-    tile = choose_tiles(rows, 6, 384, (5120, 2304))
+    tile = choose_tiles(rows, 6, 384, (5120, 2304), True)
     assert isinstance(tile, Narrow)
     return tile
 
@@ -128,7 +128,7 @@ def fits_at_once(one: Launched, programs: int, what: str) -> None:
 
 def test_the_steps_above_use_every_tile() -> None:
     assert [tile_of(rows) for rows in ROWS] == list(TILES.values())
-    assert [choose_tiles(rows, 6, 384, (5120, 2304)) for rows in WIDE_ROWS] == [tile for _, tile in WIDE_TILES]
+    assert [choose_tiles(rows, 6, 384, (5120, 2304), True) for rows in WIDE_ROWS] == [tile for _, tile in WIDE_TILES]
     assert [narrow_of(rows) for rows in NARROW_ROWS] == [tile for _, tile in NARROW]
     assert [choose_few(rows) for rows in FEW] == list(FEW_ROWS)
     assert all(choose_few(rows) is None for rows in (*ROWS, *NARROW_ROWS))
@@ -199,7 +199,8 @@ def test_narrow_tiles_refuse_widths_that_are_not_whole(hidden: int, inner: int) 
 
 def test_products_of_wide_tiles_follow_each_other(wide_at_true_shapes: dict[int, list[Launched]]) -> None:
     """A loop for every width of a tile and every group, with eight products for 64 channels, once or twice, and again
-    for 32 rows more. It waits for no product but the one before the last, and decoded weights stay in registers."""
+    for 32 rows more. It waits for all products at the end of a block, before that only where an operand's registers are
+    written again; decoded weights stay in registers."""
     names = ["route", "place_pairs", "round_pairs", "multiply_wide", "gate_pairs", "multiply_wide", "sum_pairs"]
     for rows, launched in wide_at_true_shapes.items():
         check_that_it_fits(launched)

@@ -14,7 +14,7 @@ from octavo.kernels.storage import packed_entry_bytes
 from octavo.kernels.triton_backend.attend_hopper import attend_part_hopper
 from octavo.kernels.triton_backend.attend_kernels import attend_part, unite_parts
 from octavo.kernels.triton_backend.attend_rows_hopper import attend_rows_hopper
-from octavo.kernels.triton_backend.device import multiprocessors
+from octavo.kernels.triton_backend.device import is_hopper, multiprocessors
 from octavo.kernels.triton_backend.key_places import key_words, place_keys
 from octavo.kernels.triton_backend.refusals import refuse_head_dim
 from octavo.kernels.triton_backend.tuning import AttendForm, choose_attend_form, choose_splits
@@ -48,9 +48,8 @@ def attend_triton(
         raise TypeError(
             f"attend, backend triton: query is {query.dtype}; allowed: torch.bfloat16. Use numerics reference."
         )
-    hopper = torch.cuda.get_device_capability(query.device) == (9, 0)
     return run(
-        choose_attend_form(query.shape[1], query.shape[2], hopper),
+        choose_attend_form(query.shape[1], query.shape[2], is_hopper(query.device)),
         *(query, latents, ring, sink, frequencies, slots, positions, write_slots, write_positions, write_starts),
         *(page_table, entries, selected),
     )

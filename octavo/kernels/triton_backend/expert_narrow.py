@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import triton
 from torch import Tensor
 
-from octavo.kernels.triton_backend.device import multiprocessors
-from octavo.kernels.triton_backend.expert_launches import COLUMNS, programs, scale_words, words
+from octavo.kernels.triton_backend.expert_launches import COLUMNS, hidden_of_parts, programs, scale_words, words
 from octavo.kernels.triton_backend.expert_narrow_kernel import layouts, multiply_narrow
-from octavo.kernels.triton_backend.expert_products import gate_pairs
 from octavo.kernels.triton_backend.expert_routing import BLOCK
 from octavo.kernels.triton_backend.expert_tiles import Narrow
-
-_GATING = 8
-"""Programs on a multiprocessor for each COLUMNS channels, which take one row after the other."""
 
 
 def multiply_gate_and_up_narrow(
@@ -38,12 +32,7 @@ def multiply_gate_and_up_narrow(
     pairs, inner = order.shape[0], w1.shape[1]
     parts = rounded.new_empty(pairs, 2, inner)
     _multiply(form, tiles, totals, order, rounded, (w1, s1), (w3, s3), weights.shape[1], parts)
-    hidden = rounded.new_empty(pairs, inner)
-    grid = min(pairs, _GATING * multiprocessors(hidden.device)), triton.cdiv(inner, COLUMNS)
-    gate_pairs[grid](
-        parts, weights, order, totals, hidden, limit, channels=inner, ROWS=1, COLUMNS=COLUMNS, launch_pdl=True
-    )
-    return hidden
+    return hidden_of_parts(parts, weights, order, totals, limit, 1, COLUMNS)
 
 
 def multiply_down_narrow(

@@ -76,7 +76,7 @@ def multiply_narrow(
     s_second,
     order,
     tiles,
-    tile_count,
+    totals,
     results,
     top_k: gl.constexpr,
     inputs: gl.constexpr,
@@ -96,7 +96,7 @@ def multiply_narrow(
     """results = w x by one or two matrices, OUTPUTS channels of a tile of pairs and of one matrix at a time.
 
     Matrices [n, outputs, inputs / 8] int32 and their scales [n, outputs, inputs / 128] int32, multiples of 128 both.
-    order, tiles and tile_count as ``place_pairs`` gives them. Of two matrices x [R, inputs] BF16 has a row for each row
+    order, tiles and totals as ``place_pairs`` gives them. Of two matrices x [R, inputs] BF16 has a row for each row
     of the step, which is chosen top_k times, and results [P, 2, outputs] BF16 one for each place of ``order``; of one
     (the second is None) x [P, inputs] has a row for each place and results [R x top_k, outputs] one for each pair. x in
     fragment order, x 2^64 (``expert_routing``).
@@ -113,7 +113,7 @@ def multiply_narrow(
     buffers = (held, held_scales, held_rows)
     channel_tiles: gl.constexpr = outputs // OUTPUTS
     steps: gl.constexpr = (inputs + STEP - 1) // STEP
-    tasks = gl.load(tile_count) * (channel_tiles * matrices)
+    tasks = gl.load(totals) * (channel_tiles * matrices)
     for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
         number = task // (channel_tiles * matrices)
         within = task - number * (channel_tiles * matrices)

@@ -142,7 +142,7 @@ def gate_and_up(
     pairs: tl.tensor,
     weights: tl.tensor,
     tiles: tl.tensor,
-    tile_count: tl.tensor,
+    totals: tl.tensor,
     hidden: tl.tensor,
     limit: tl.float32,
     top_k: tl.constexpr,
@@ -156,14 +156,14 @@ def gate_and_up(
     """hidden = Q8(weight x silu(w1 x) x w3 x), 128 channels of a tile of pairs at a time.
 
     rounded [R, inputs up to 128] BF16 (see ``round_rows``), w1 and w3 [n, outputs, inputs / 8] int32, s1 and s3 as in
-    :func:`load_scales`, pairs, tiles and tile_count as ``place_pairs`` gives them, weights [R, top_k] F32. hidden
+    :func:`load_scales`, pairs, tiles and totals as ``place_pairs`` gives them, weights [R, top_k] F32. hidden
     [P, outputs up to 128] BF16: a row for each place of ``pairs``, in fragment order, x 2^64, zero beyond ``outputs``.
     Gate and up are rounded to BF16 as they come.
     """
     channel_tiles: tl.constexpr = (outputs + BLOCK - 1) // BLOCK
     blocks: tl.constexpr = (inputs + BLOCK - 1) // BLOCK
     whole: tl.constexpr = inputs // (BLOCK * BLOCKS) * (BLOCK * BLOCKS) == inputs
-    for task in range(tl.program_id(0), tl.load(tile_count) * channel_tiles, tl.num_programs(0)):
+    for task in range(tl.program_id(0), tl.load(totals) * channel_tiles, tl.num_programs(0)):
         number = task // channel_tiles
         tile = tiles + number * 3
         first = (task - number * channel_tiles) * BLOCK
@@ -209,7 +209,7 @@ def down(
     s2: tl.tensor,
     pairs: tl.tensor,
     tiles: tl.tensor,
-    tile_count: tl.tensor,
+    totals: tl.tensor,
     results: tl.tensor,
     inputs: tl.constexpr,
     outputs: tl.constexpr,
@@ -221,13 +221,13 @@ def down(
 ) -> None:
     """results = w2 hidden, OUTPUTS channels of a tile of pairs at a time.
 
-    hidden, pairs, tiles and tile_count as in :func:`gate_and_up`, w2 [n, outputs, inputs / 8] int32. results
+    hidden, pairs, tiles and totals as in :func:`gate_and_up`, w2 [n, outputs, inputs / 8] int32. results
     [R, top_k, outputs] BF16: only those of resident pairs are written.
     """
     channel_tiles: tl.constexpr = (outputs + OUTPUTS - 1) // OUTPUTS
     blocks: tl.constexpr = (inputs + BLOCK - 1) // BLOCK
     whole: tl.constexpr = inputs // (BLOCK * BLOCKS) * (BLOCK * BLOCKS) == inputs
-    for task in range(tl.program_id(0), tl.load(tile_count) * channel_tiles, tl.num_programs(0)):
+    for task in range(tl.program_id(0), tl.load(totals) * channel_tiles, tl.num_programs(0)):
         number = task // channel_tiles
         tile = tiles + number * 3
         first = (task - number * channel_tiles) * OUTPUTS
@@ -269,8 +269,8 @@ def gate_pairs(
     """hidden = Q8(weight x silu(gate) x up): the end of :func:`gate_and_up` for products that were written.
 
     parts [P, 2, channels] BF16: gate and up of each place of ``pairs``; totals as ``place_pairs`` gives it; weights
-    [R, top_k] F32. hidden [P, channels] BF16 in fragment order, x 2^64; channels a multiple of 128. ROWS rows after the
-    others and COLUMNS channels a program.
+    [R, top_k] F32. hidden [P, channels] BF16 in fragment order, x 2^64; channels a multiple of 128. ROWS rows at a
+    time and COLUMNS channels a program.
     """
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     wait_for_ahead()

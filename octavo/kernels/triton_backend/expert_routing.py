@@ -18,8 +18,8 @@ GROUP = tl.constexpr(32)
 """Channels of one Q8 scale."""
 BLOCK = tl.constexpr(128)
 """Channels over which fragment order permutes."""
-SIZE = tl.constexpr(32)
-"""Rows by which the sizes of tiles differ."""
+PIECE = tl.constexpr(32)
+"""Rows by which wide tiles grow."""
 SHIFT = tl.constexpr(2.0**64)
 """Inputs are 2^64 too large and weights 2^-64 too small: see ``expert_products``."""
 
@@ -236,10 +236,9 @@ def place_pairs(
     """The pairs of one resident expert, in their order, and its tiles; a program an expert.
 
     chosen [given] int32 (as ``route`` gives it) -> pairs [given] int32: numbers of pairs, sorted by expert. Rows of
-    tiles are (expert, first place in ``pairs``, place after the last) int32, ROWS places at most; what is left of an
-    expert after its whole tiles joins the last of these if it is MORE places or fewer, else it is one more tile. Large
-    tiles come first, by steps of 32 places, so that the last to be taken are short. totals [2] int32: how many tiles
-    and how many pairs there are.
+    tiles are (expert, first place in ``pairs``, place after the last) int32, of ROWS places; what is left of an expert
+    joins the last of these if it is MORE places or fewer, else it is one more tile. Large tiles come first, by steps of
+    PIECE places, so that the last to be taken are short. totals [2] int32: how many tiles and how many pairs there are.
     """
     expert = tl.program_id(0)
     number = tl.arange(0, RESIDENT)
@@ -249,8 +248,8 @@ def place_pairs(
     joined = (whole > 0) & (rest <= MORE)
     ahead_of_last = tl.where(joined, whole - 1, tl.where(count > 0, whole, 0))
     last = count - ahead_of_last * ROWS
-    size = (last + SIZE - 1) // SIZE
-    of_whole: tl.constexpr = (ROWS + SIZE - 1) // SIZE
+    size = (last + PIECE - 1) // PIECE
+    of_whole: tl.constexpr = (ROWS + PIECE - 1) // PIECE
 
     me = number == expert
     before = number < expert
@@ -301,7 +300,7 @@ def round_pairs(
 ) -> None:
     """:func:`round_rows` in the order of ``pairs``: rounded [P, D] BF16 has a row of x for each place.
 
-    totals as ``place_pairs`` gives it; D a multiple of 128. ROWS rows after the others and COLUMNS channels a program.
+    totals as ``place_pairs`` gives it; D a multiple of 128. ROWS rows at a time and COLUMNS channels a program.
     """
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     end = tl.load(totals + 1)

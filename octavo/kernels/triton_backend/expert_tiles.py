@@ -103,7 +103,7 @@ class Narrow:
 
 
 WHOLE = 128
-"""Columns of a block: widths of narrow tiles are multiples of it, those of wide ones of twice that."""
+"""Columns of a block (``expert_routing``): widths of narrow tiles are multiples of it, of wide ones of twice that."""
 NARROW = (
     (0.125, Narrow(rows=8, outputs=32, warps=2, stages=4, programs=6)),
     (4, Narrow(rows=8, outputs=64, warps=4, stages=2, programs=7, registers=72)),
@@ -112,7 +112,8 @@ NARROW = (
 """The most rows of an expert on average, and their tiles. Of very few rows, few experts' weights are read at all: small
 tiles occupy the device, and more of each is on its way."""
 MOST_SCORED = 128
-"""Rows of a step up to which the router's product is one kernel with the rounding of rows; beyond, a library's."""
+"""Rows of a step up to which the router's product is one kernel with the rounding of rows. Beyond, and with wide tiles,
+it is a library's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,14 +144,14 @@ def choose_few(rows: int) -> FewRows | None:
     return next((form for form in FEW_ROWS if rows <= form.rows), None)
 
 
-def choose_tiles(rows: int, top_k: int, experts: int, widths: tuple[int, int]) -> Narrow | Wide | Tile:
+def choose_tiles(rows: int, top_k: int, experts: int, widths: tuple[int, int], hopper: bool) -> Narrow | Wide | Tile:
     """Tiles of a step of R rows, of which each goes to top_k of ``experts``; widths of a row and of an expert's inner
-    one."""
+    one. Wide tiles need Hopper itself, not a newer GPU."""
     average = rows * top_k / experts
     if not any(width % WHOLE for width in widths):
         for most, narrow in NARROW:
             if average <= most:
                 return narrow
-        if not any(width % (2 * WHOLE) for width in widths):
+        if hopper and not any(width % (2 * WHOLE) for width in widths):
             return next(wide for most, wide in WIDE_TILES if average <= most)
-    return next((TILES[tile] for most, tile in ((9, 16), (20, 32), (48, 64)) if average <= most), TILES[128])
+    return next((TILES[tile] for most, tile in ((9, 16), (20, 32), (96, 64)) if average <= most), TILES[128])

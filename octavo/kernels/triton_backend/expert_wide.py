@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import triton
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from octavo.kernels.triton_backend.device import multiprocessors
-from octavo.kernels.triton_backend.expert_launches import programs, scale_words, words
-from octavo.kernels.triton_backend.expert_products import gate_pairs
-from octavo.kernels.triton_backend.expert_routing import BLOCK, round_pairs
+from octavo.kernels.triton_backend.expert_launches import by_rows, hidden_of_parts, programs, scale_words, words
+from octavo.kernels.triton_backend.expert_routing import BLOCK, PIECE, round_pairs
 from octavo.kernels.triton_backend.expert_tiles import Wide
 from octavo.kernels.triton_backend.expert_wide_kernel import (
     CHANNELS,
     HALF,
-    PIECE,
     ROWS_HELD,
     WORDS_HELD,
     multiply_wide,
@@ -22,19 +18,18 @@ from octavo.kernels.triton_backend.expert_wide_kernel import (
 
 _ROWS = 2
 _COLUMNS = 512
-"""Of a program, of kernels that take some rows after the others."""
-_PROGRAMS = 8
-"""Of these on a multiprocessor, for each so many columns."""
+"""That a program of elementwise kernels takes at a time."""
 
 
 def round_pairs_in_order(x: Tensor, order: Tensor, totals: Tensor) -> Tensor:
-    """x [R, D] BF16 -> rounded [P, D], a row for each place of ``order``, as ``experts.round_inputs`` rounds it.
+    """x [R, D] BF16, contiguous -> rounded [P, D], a row for each place of ``order``, as ``experts.round_inputs``
+    rounds it.
 
     totals as ``place_pairs`` gives it; nothing beyond the resident pairs. D is a multiple of 128.
     """
     rows, channels = x.shape
     rounded = x.new_empty(order.shape[0], channels)
-    round_pairs[_by_rows(rounded)](
+    round_pairs[by_rows(rounded, _ROWS, _COLUMNS)](
         x, order, totals, rounded, top_k=order.shape[0] // rows, channels=channels, ROWS=_ROWS, COLUMNS=_COLUMNS
     )
     return rounded
@@ -60,11 +55,7 @@ def multiply_gate_and_up_wide(
     pairs, inner = order.shape[0], w1.shape[1]
     parts = rounded.new_empty(pairs, 2, inner)
     _multiply(form, tiles, totals, order, rounded, (w1, s1), (w3, s3), parts)
-    hidden = rounded.new_empty(pairs, inner)
-    gate_pairs[_by_rows(hidden)](
-        parts, weights, order, totals, hidden, limit, channels=inner, ROWS=_ROWS, COLUMNS=_COLUMNS, launch_pdl=True
-    )
-    return hidden
+    return hidden_of_parts(parts, weights, order, totals, limit, _ROWS, _COLUMNS)
 
 
 def multiply_down_wide(
@@ -114,11 +105,6 @@ def _multiply(
         REGISTERS=form.registers,
         num_warps=4,
     )
-
-
-def _by_rows(results: Tensor) -> tuple[int, int]:
-    rows, channels = results.shape
-    return min(triton.cdiv(rows, _ROWS), _PROGRAMS * multiprocessors(results.device)), triton.cdiv(channels, _COLUMNS)
 
 
 def _by_channels(packed: Tensor) -> TensorDescriptor:

@@ -8,12 +8,12 @@ lie in order of their places, so that the tensor memory accelerator brings them.
 There are two forms. Tiles of 128 rows have two groups that multiply 128 channels each, 64 a product. Tiles of 64 rows
 need fewer registers, and have four groups that multiply 64 channels each: more of them hide each other's waits better.
 
-A product costs what its columns cost. Tiles of up to 32, 64, 96, 128 and 160 rows have a loop each; 96 and 160 are two
-products that share the decoded weights. Where an expert has a few rows more than fill a tile, this spares a second one,
-and with it decoding all weights again.
+A product costs what its columns cost. Tiles of up to 32, 64 and 96 rows have a loop each, with the first form those of
+up to 128 and 160 too; 96 and 160 are two products that share the decoded weights. Where an expert has a few rows more
+than fill a tile, this spares a second one, and with it decoding all weights again.
 
-Two products of a group at most are under way, and none across the end of a loop, or ptxas serialises all of them; it
-does so too where registers do not suffice.
+Products of two halves of a block at most are under way in a group, and none across the end of a loop, or ptxas
+serialises all of them; it does so too where registers do not suffice.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, attr-defined"
@@ -31,15 +31,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from octavo.kernels.triton_backend.expert_routing import BLOCK
+from octavo.kernels.triton_backend.expert_routing import BLOCK, PIECE
 from octavo.kernels.triton_backend.gluon_weights import decoded_words, group_factors
 
 CHANNELS = gl.constexpr(256)
-"""Of a tile: 128 for each group of warps that multiplies, 64 a product."""
-PIECE = gl.constexpr(32)
-"""Rows that are brought at once, and by which tiles grow."""
-MORE = gl.constexpr(32)
-"""By so many rows may a tile exceed a whole one."""
+"""Of a tile, for all groups that multiply."""
+MORE = gl.constexpr(PIECE.value)
+"""By so many rows may a tile exceed a whole one: what is brought at once."""
 HALF = gl.constexpr(64)
 """Columns of half a block: 128 bytes of a row, and what is decoded at once."""
 WORDS_HELD = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=32, rank=2))
@@ -85,7 +83,7 @@ def multiply_wide(
     s_second,
     order,
     tiles,
-    tile_count,
+    totals,
     results,
     inputs: gl.constexpr,
     outputs: gl.constexpr,
@@ -98,7 +96,7 @@ def multiply_wide(
     x [P, inputs] BF16, a row for each place of ``order``, in fragment order, x 2^64 (``expert_routing``), by pieces of
     32 rows and 64 columns; matrices [n x outputs, inputs / 8] int32 by 256 rows and 16 columns; both are descriptors.
     Scales [n, outputs, inputs / 128] int32. inputs is a multiple of 128, outputs one of 256. order, tiles and
-    tile_count as ``place_pairs`` gives them. Of two matrices results [P, 2, outputs] BF16 has a row for each place, of
+    totals as ``place_pairs`` gives them. Of two matrices results [P, 2, outputs] BF16 has a row for each place, of
     one (the second is None) [R x top_k, outputs] one for each pair. ROWS of a whole tile are 64 or 128, STAGES blocks
     are on their way or in use, and each thread that multiplies has so many REGISTERS.
     """
@@ -116,7 +114,7 @@ def multiply_wide(
     barriers = (full, free)
     both: gl.constexpr = w_second is not None
     matrices = (w_first, s_first, w_second, s_second)
-    table = (order, tiles, tile_count)
+    table = (order, tiles, totals)
     if ROWS == 128:
         gl.warp_specialize(
             [
@@ -154,8 +152,8 @@ def _cut(task, tiles, outputs: gl.constexpr, both: gl.constexpr):
 
 
 @gluon.jit
-def _tasks(tile_count, outputs: gl.constexpr, both: gl.constexpr):
-    return gl.load(tile_count) * (2 * (outputs // CHANNELS) if both else outputs // CHANNELS)
+def _tasks(totals, outputs: gl.constexpr, both: gl.constexpr):
+    return gl.load(totals) * (2 * (outputs // CHANNELS) if both else outputs // CHANNELS)
 
 
 @gluon.jit
@@ -178,11 +176,11 @@ def _bring(
     words, scales, rows, more = buffers
     full, free = barriers
     w_first, s_first, w_second, s_second = matrices
-    _, tiles, tile_count = table
+    _, tiles, totals = table
     of_scales = gl.arange(0, CHANNELS, _COPIED_SCALES) * (inputs // BLOCK)
     pieces_of_rows: gl.constexpr = ROWS // PIECE
     done = 0
-    for task in range(gl.program_id(0), _tasks(tile_count, outputs, both), gl.num_programs(0)):
+    for task in range(gl.program_id(0), _tasks(totals, outputs, both), gl.num_programs(0)):
         expert, start, end, matrix, channel = _cut(task, tiles, outputs, both)
         first = expert * outputs + channel
         s = s_first
@@ -205,7 +203,6 @@ def _bring(
                 tma.async_copy_global_to_shared(w_first, at, full.index(slot), words.index(slot))
             async_copy.async_copy_global_to_shared(scales.index(slot), (s + block) + of_scales)
             async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
-            async_copy.commit_group()
             for half in gl.static_range(2):
                 column = block * BLOCK + half * HALF
                 part = rows.index(2 * slot + half)
@@ -233,26 +230,25 @@ def _multiply(
     mine: gl.constexpr,
 ):
     """A group's channels of every tile, from channel ``mine`` of it on, by the loop that is as wide as the tile."""
-    order, tiles, tile_count = table
-    twice: gl.constexpr = ROWS == 128
+    order, tiles, totals = table
     width: gl.constexpr = 2 * outputs if both else outputs
     done = 0
-    for task in range(gl.program_id(0), _tasks(tile_count, outputs, both), gl.num_programs(0)):
+    for task in range(gl.program_id(0), _tasks(totals, outputs, both), gl.num_programs(0)):
         _, start, end, matrix, channel = _cut(task, tiles, outputs, both)
         target = (None if both else order, start, end, matrix * outputs + channel + mine)
         given = (buffers, barriers, results, target, done)
         rows = end - start
         if rows <= 32:
-            _multiply_tile(given, inputs, width, ROWS, STAGES, mine, twice, 32, 0, _SUMS_32)
+            _multiply_tile(given, inputs, width, ROWS, STAGES, mine, 32, 0)
         elif rows <= 64:
-            _multiply_tile(given, inputs, width, ROWS, STAGES, mine, twice, 64, 0, _SUMS_64)
+            _multiply_tile(given, inputs, width, ROWS, STAGES, mine, 64, 0)
         elif rows <= 96:
-            _multiply_tile(given, inputs, width, ROWS, STAGES, mine, twice, 64, 32, _SUMS_64)
+            _multiply_tile(given, inputs, width, ROWS, STAGES, mine, 64, MORE)
         elif ROWS == 128:
             if rows <= 128:
-                _multiply_tile(given, inputs, width, ROWS, STAGES, mine, twice, 128, 0, _SUMS_128)
+                _multiply_tile(given, inputs, width, ROWS, STAGES, mine, 128, 0)
             else:
-                _multiply_tile(given, inputs, width, ROWS, STAGES, mine, twice, 128, 32, _SUMS_128)
+                _multiply_tile(given, inputs, width, ROWS, STAGES, mine, 128, MORE)
         done += inputs // BLOCK
 
 
@@ -264,13 +260,13 @@ def _multiply_tile(
     ROWS: gl.constexpr,
     STAGES: gl.constexpr,
     mine: gl.constexpr,
-    twice: gl.constexpr,
     rows: gl.constexpr,
     beyond: gl.constexpr,
-    SUMS: gl.constexpr,
 ):
-    """A tile of ``rows`` rows and ``beyond`` more, 32 or none, once or twice 64 channels; results have rows of
+    """A tile of ``rows`` rows and ``beyond`` more, MORE or none, once or twice 64 channels; results have rows of
     ``width``."""
+    twice: gl.constexpr = ROWS == 128
+    SUMS: gl.constexpr = _SUMS_32 if rows == 32 else _SUMS_64 if rows == 64 else _SUMS_128
     buffers, barriers, results, target, done = given
     words, scales, held, more = buffers
     full, free = barriers

@@ -13,6 +13,7 @@ from octavo.kernels.experts import experts
 from octavo.kernels.operator import ModelWidths
 from octavo.kernels.quantise import GROUP_Q4MX
 from octavo.kernels.torch_backend.f32_product import f32_product
+from octavo.kernels.triton_backend.device import is_hopper
 from octavo.kernels.triton_backend.expert_few import multiply_down_and_sum, multiply_gate_and_up_few
 from octavo.kernels.triton_backend.expert_launches import COLUMNS, padded_width, programs, scale_words, words
 from octavo.kernels.triton_backend.expert_narrow import multiply_down_narrow, multiply_gate_and_up_narrow
@@ -102,10 +103,10 @@ def experts_triton(
         return x.float()
     x = x.contiguous()
     rows, resident = x.shape[0], w1.shape[0]
-    way = choose_few(rows) or choose_tiles(rows, top_k, gate.shape[0], (x.shape[1], w1.shape[1]))
+    way = choose_few(rows) or choose_tiles(rows, top_k, gate.shape[0], (x.shape[1], w1.shape[1]), is_hopper(x.device))
     if isinstance(way, Wide):
         counts = torch.zeros(resident, dtype=torch.int32, device=x.device)
-        rounded, logits = x, f32_product(x, gate)  # rounded as soon as there is an order
+        logits = f32_product(x, gate)
     elif rows <= MOST_SCORED:
         rounded, logits, counts = round_and_score(x, gate, resident)
     else:
@@ -120,7 +121,7 @@ def experts_triton(
     if isinstance(way, Wide):
         rounded = round_pairs_in_order(x, work.order, work.totals)
     hidden = multiply_gate_and_up(rounded, weights, work, w1, s1, w3, s3, limit)
-    del rounded  # so that results may lie there
+    del rounded  # in order of the pairs it is as large as their results, which may lie there
     return sum_results(chosen, multiply_down(hidden, work, w2, s2))
 
 

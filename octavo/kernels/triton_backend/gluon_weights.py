@@ -1,5 +1,5 @@
 """What Gluon kernels share whose F4 weights are decoded in registers: see ``expert_products`` for how codes become
-values. Gluon cannot call functions of Triton, so ``register_weights`` has some of it once more.
+values. Gluon cannot call functions of Triton, so that module and ``register_weights`` have some of it once more.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, attr-defined"

@@ -51,6 +51,7 @@ def _prepare(rows: int) -> Prepared:
 def _prepare_products(rows: int) -> Prepared:
     """From rounded rows to the outputs of the pairs. The library gets rows in order and weights in BF16."""
     from octavo.kernels.triton_backend import experts as steps
+    from octavo.kernels.triton_backend.device import is_hopper
     from octavo.kernels.triton_backend.expert_tiles import Wide, choose_tiles
     from octavo.kernels.triton_backend.expert_wide import round_pairs_in_order
 
@@ -59,7 +60,9 @@ def _prepare_products(rows: int) -> Prepared:
     rounded, counts = steps.round_inputs(given["x"], _RESIDENT)
     routing = given["live"], given["image"], given["bias"], given["bias_vl"]
     chosen, weights = steps.choose(f32_product(given["x"], given["gate"]), *routing, counts, 0, _TOP_K, 1.5)
-    work = steps.place(chosen, counts, choose_tiles(rows, _TOP_K, _EXPERTS, (_HIDDEN, _INNER)))
+    work = steps.place(
+        chosen, counts, choose_tiles(rows, _TOP_K, _EXPERTS, (_HIDDEN, _INNER), is_hopper(chosen.device))
+    )
     if isinstance(work.tile, Wide):
         rounded = round_pairs_in_order(given["x"], work.order, work.totals)
     pairs = int(counts.sum())
