@@ -51,7 +51,7 @@ def arguments(rows: int) -> list[Tensor]:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("rows", [1, 16, 130, 700])
+@pytest.mark.parametrize("rows", [1, 16, 130, 700, 1500, 6000])
 def test_the_same_bits(rows: int) -> None:
     """Called, captured, and replayed ten times."""
     choose_backends("fast", "cuda")
